@@ -40,7 +40,7 @@ from fedssl.config.literal import user_path
 from fedssl.config.load import BASE_FOLDER
 from fedssl.config.settings import ClientSettings, Component
 from fedssl.config.targets import search_folders, searchpath_override
-from fedssl.datasets.folder import ALL_IMAGES, files_digest, index_all
+from fedssl.datasets.path_index import ALL_IMAGES, files_digest, index_all
 from fedssl.datasets.sources import ALLOWED, NoImagesError
 from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet.checks import free_space

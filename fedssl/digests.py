@@ -1,6 +1,7 @@
 """The two digests: XXH3 detects damage at the speed of memory, SHA-256 identifies content, also against forgery."""
 
 import hashlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,3 +28,9 @@ def new_identity(content: bytes | memoryview = b"") -> "hashlib._Hash":
 def identity(content: bytes | memoryview) -> str:
     """Return the SHA-256 of some content in hexadecimal."""
     return new_identity(content).hexdigest()
+
+
+def file_identity(file: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -4,8 +4,12 @@ Draws do not depend on the process or the order in which clients run, so that al
 run draw the same numbers.
 """
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
+
+if TYPE_CHECKING:  # devices may lack it
+    import torch
 
 
 def derive_seed(seed: int, *seed_path: int | str) -> int:
@@ -17,12 +21,14 @@ def derive_seed(seed: int, *seed_path: int | str) -> int:
     return int(np.random.SeedSequence([seed, *entropy]).generate_state(1, np.uint64)[0] >> 1)
 
 
-def seed_torch(seed: int, device: torch.device) -> None:
+def seed_torch(seed: int, device: "torch.device") -> None:
     """Seed torch's global generator of the device, which layers such as dropout use.
 
     ``torch.manual_seed`` would seed the generators of all devices; before CUDA is initialized it queues each call with
     its stack.
     """
+    import torch
+
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)
     else:
@@ -35,6 +41,8 @@ def numpy_generator(seed: int, *seed_path: int | str) -> np.random.Generator:
     return np.random.default_rng(derive_seed(seed, *seed_path))
 
 
-def torch_generator(seed: int, *seed_path: int | str) -> torch.Generator:
+def torch_generator(seed: int, *seed_path: int | str) -> "torch.Generator":
     """Return the CPU torch generator of ``seed_path``."""
+    import torch
+
     return torch.Generator().manual_seed(derive_seed(seed, *seed_path))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.config.settings import DataSettings, EvaluationSettings, Settings
-from fedssl.datasets.base import NO_LABEL
+from fedssl.datasets.holdout import NO_LABEL
 from fedssl.encoders.base import Encoder
 from fedssl.evaluation.features import accuracy, pixel_values
 from fedssl.evaluation.protocol import (

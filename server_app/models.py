@@ -5,9 +5,9 @@ from pathlib import Path
 
 from fedssl.arrays import Layers
 from fedssl.config.settings import Settings
+from fedssl.datasets.raster import pixel_metadata
 from fedssl.export import save_encoder
 from fedssl.export.peft_adapter import merge_adapter
-from fedssl.export.preprocess import pixel_metadata
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import load_layers
 from server_app.client_models import ClientModels, MappedValues

@@ -20,14 +20,13 @@ import torch
 from fedssl.config.literal import user_path
 from fedssl.datasets.base import ImageData
 from fedssl.datasets.decoding import VERSION
-from fedssl.datasets.image_index import ImageIndex
+from fedssl.datasets.image_index import ImageIndex, file_line
 from fedssl.datasets.images import ImageSource
 from fedssl.datasets.sample_checks import range_warnings
 from fedssl.datasets.storage import Storage
 from fedssl.datasets.stores import Pixels, Records
 from fedssl.digests import new_identity
 from fedssl.machine.memory import available_memory, gigabytes
-from fedssl.safe_io import FilePath
 
 MIN_SECONDS_TO_CACHE = 1.0  # estimated decoding time from which a file pays
 # Decoding time on one core, measured with images of 32 to 500 pixels: per image, and per encoded byte.
@@ -112,10 +111,3 @@ def _folder(location: str, index: ImageIndex) -> Path | None:
         return None
     name = re.sub(r"[^-.0-9A-Za-z]+", "-", index.name)
     return cache_folder(location) / f"{name}-{hashed.hexdigest()[:16]}"
-
-
-def file_line(file: FilePath) -> tuple[bytes, int]:
-    """Return a file's name, size and modification time, by which changes are detected, and its size."""
-    status = Path(file).stat()
-    line = f"{file}\0{status.st_size}\0{status.st_mtime_ns}\n"
-    return line.encode(errors="surrogateescape"), status.st_size

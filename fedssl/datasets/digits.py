@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fedssl.datasets.base import ImageData, stratified_holdout, subsample_indices
+from fedssl.datasets.base import ImageData, subsample_indices
+from fedssl.datasets.holdout import stratified_holdout
 from fedssl.datasets.images import TensorImages
 from fedssl.datasets.pixels import to_array
 from fedssl.datasets.raster import PixelSettings

@@ -5,10 +5,12 @@ the edges of the square. Other programs do the same in two steps that they round
 the center.
 """
 
-import torch
-import torch.nn.functional as F
+from typing import TYPE_CHECKING
+
 from PIL import Image
-from torch import Tensor
+
+if TYPE_CHECKING:  # devices may lack it
+    from torch import Tensor
 
 
 def center_square(width: int, height: int) -> tuple[float, float, int]:
@@ -25,8 +27,10 @@ def fit_image(image: Image.Image, size: int) -> Image.Image:
     return image.resize((size, size), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side))
 
 
-def fit_tensor(images: Tensor, size: int) -> Tensor:
+def fit_tensor(images: "Tensor", size: int) -> "Tensor":
     """Scale the centered squares of images ``(n, channels, height, width)``, floating-point, to ``size``."""
+    import torch.nn.functional as F
+
     height, width = images.shape[2:]
     if (height, width) == (size, size):
         return images
@@ -40,11 +44,13 @@ def fit_tensor(images: Tensor, size: int) -> Tensor:
     return rows @ images @ columns.T
 
 
-def _weights(length: int, *, start: float, side: int, size: int) -> Tensor:
+def _weights(length: int, *, start: float, side: int, size: int) -> "Tensor":
     """Return the share of each of ``length`` pixels in each of ``size`` scaled ones, float64 ``(size, length)``.
 
     The filter is a triangle around the center of a scaled pixel, as wide as two scaled pixels and at least two pixels.
     """
+    import torch
+
     scale = side / size
     centers = start + scale * (torch.arange(size, dtype=torch.float64) + 0.5)
     distances = (torch.arange(length, dtype=torch.float64) + 0.5 - centers[:, None]).abs()

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from fedssl.datasets.decoding import Decoding, Encoded, Shape
-from fedssl.datasets.images import RecordSequence
+from fedssl.datasets.decoding import Decoding, Encoded, Page, Shape
+from fedssl.datasets.records import RecordSequence
 from fedssl.datasets.sample_checks import SAMPLE
 from fedssl.digests import identity, new_identity
 from fedssl.errors import InputError
@@ -22,6 +22,18 @@ from fedssl.safe_io import FilePath, sanitize
 _MAX_LISTED = 5  # images listed in a warning
 FOLDER = "folder"  # value of dataset.group: the folder of a file is its group
 BATCH = 16  # images per task of a decoding thread; small, since images may be large
+
+
+class Place(NamedTuple):
+    """The file of an image, and its part: the number of a page or a row, or the key of a sample; empty for the file."""
+
+    file: FilePath
+    part: str = ""
+
+    @property
+    def name(self) -> str:
+        """Return the path of the file, with the part in brackets."""
+        return f"{self.file}[{self.part}]" if self.part else str(self.file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +117,10 @@ class ImageIndex(ABC):
         """Return the name of an image for a message."""
 
     @abstractmethod
+    def places(self, rows: np.ndarray) -> list[Place]:
+        """Return where the images at ascending ``rows`` are."""
+
+    @abstractmethod
     def records(self) -> Sequence[Encoded] | None:
         """Return the images where they are; None if they must be copied to be found again."""
 
@@ -155,6 +171,13 @@ class SequenceIndex(ImageIndex):
     def image_name(self, index: int) -> str:
         return self.images.name_of(index) if isinstance(self.images, RecordSequence) else str(self.images[index])
 
+    def places(self, rows: np.ndarray) -> list[Place]:
+        sources = (self.images[row] for row in rows)
+        return [
+            Place(source.file, str(source.number)) if isinstance(source, Page) else Place(str(source))
+            for source in sources
+        ]
+
     def records(self) -> Sequence[Encoded]:
         return self.images
 
@@ -164,3 +187,10 @@ def grouped_by_folder(files: Sequence[FilePath], root: Path) -> dict[str, Any]:
     folders = [os.path.relpath(Path(file).parent, root) for file in files]
     names, groups = np.unique(folders, return_inverse=True)
     return {"groups": groups, "group_names": tuple(names.tolist())}
+
+
+def file_line(file: FilePath) -> tuple[bytes, int]:
+    """Return a file's name, size and modification time, by which changes are detected, and its size."""
+    status = Path(file).stat()
+    line = f"{file}\0{status.st_size}\0{status.st_mtime_ns}\n"
+    return line.encode(errors="surrogateescape"), status.st_size

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from fedssl.datasets.base import NO_LABEL
+from fedssl.datasets.holdout import NO_LABEL
 from fedssl.datasets.tables import column_of, is_bytes, is_text, num_rows, schema_of
 from fedssl.errors import InputError
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.lib.npyio import NpzFile
 
-from fedssl.datasets.base import NO_LABEL
-from fedssl.datasets.image_index import Query, SequenceIndex
-from fedssl.datasets.images import RecordSequence
+from fedssl.datasets.holdout import NO_LABEL
+from fedssl.datasets.image_index import Place, Query, SequenceIndex
 from fedssl.datasets.npy import as_images, npy_bytes, read_header
+from fedssl.datasets.records import RecordSequence
 from fedssl.datasets.sources import Source
 from fedssl.datasets.splits import HELD_OUT, matching, split_of, split_of_word
 from fedssl.errors import InputError, shortened
@@ -71,6 +71,9 @@ class ArrayIndex(SequenceIndex):
     """Images of an array."""
 
     images: "_Images"
+
+    def places(self, rows: np.ndarray) -> list[Place]:
+        return [Place(self.images.file, f"{self.images.name}, {self.images.rows[row]}") for row in rows]
 
     def values(self, name: str) -> Sequence[Any]:
         file, rows, split = self.images.file, self.images.rows, split_of(self.images.name)

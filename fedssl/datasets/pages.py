@@ -12,7 +12,6 @@ from itertools import islice
 from typing import IO, Any, Generic, TypeVar
 
 import numpy as np
-import torch
 from PIL import Image, ImageFile, UnidentifiedImageError
 
 from fedssl.config.constraint_table import MAX_CHANNELS
@@ -216,7 +215,8 @@ def _check_depth(stream: IO[bytes]) -> None:
 
 def _png_values(stream: IO[bytes], transparent: tuple[int, ...] | None) -> np.ndarray:
     """Return the values of PNG with color of 16 bits, which Pillow would reduce to 8; opacity instead of a color."""
-    from torchvision.io import decode_image  # slow import
+    import torch  # slow imports, which devices may lack
+    from torchvision.io import decode_image
 
     stream.seek(0)
     content = torch.frombuffer(bytearray(stream.read()), dtype=torch.uint8)

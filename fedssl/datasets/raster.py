@@ -4,22 +4,26 @@ They are stored as uint8, uint16 or float32 with the `MAXIMA` below: a stored nu
 1]. 16 bits keep every value of integers of up to 16 bits, and one part in 65,535 of a window.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from PIL import Image
-from torch import Tensor
 
 from fedssl.config.constraints import check_arguments
 from fedssl.datasets.geometry import fit_image
 from fedssl.errors import InputError
 
+if TYPE_CHECKING:  # devices may lack it
+    import torch
+
 BACKGROUND = 255  # default of dataset.background
 MAXIMA = {"uint8": 255, "uint16": 65535, "float32": 1}  # by dtype, from the narrowest
 # Times a value in [0, 1], rounded down: the upper 8 bits of a value of 9 to 16 bits divided by its maximum.
 _LEVELS = np.float32(255.999)
+# Settings of the pixels that an encoder keeps, with their defaults.
+PIXELS: Mapping[str, Any] = {"background": BACKGROUND, "window": None, "percentiles": None, "dtype": "auto"}
 PERCENTILE_VALUES = 2**22  # of which percentiles are computed
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R 601, as Pillow's
 
@@ -103,6 +107,18 @@ class Raster:
     file_percentiles: Callable[[tuple[float, float]], tuple[float, float]] | None = None
 
 
+def pixel_metadata(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a data set's pixels that differ from the default, for the metadata of an encoder."""
+    return {f"dataset.{key}": settings[key] for key, value in PIXELS.items() if settings.get(key, value) != value}
+
+
+def pixel_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the pixels in an encoder's metadata; `InputError` if they are invalid."""
+    settings = {key: metadata.get(f"dataset.{key}", value) for key, value in PIXELS.items()}
+    PixelSettings(channels=1, size=1, **settings)
+    return settings
+
+
 def raster_to_array(raster: Raster, settings: PixelSettings) -> np.ndarray:
     """Scale an image to the channels and the size of the settings, ``(channels, size, size)`` of a dtype of `MAXIMA`.
 
@@ -154,17 +170,19 @@ def convert(images: np.ndarray, dtype: str) -> np.ndarray:
     return (unit * _LEVELS).astype(np.uint8) if dtype == "uint8" else unit
 
 
-def torch_dtype(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> "torch.dtype":
     """Return the dtype of torch for one of `MAXIMA`."""
+    import torch
+
     return torch.from_numpy(np.empty(0, name)).dtype
 
 
-def maximum(dtype: torch.dtype) -> int:
+def maximum(dtype: "torch.dtype") -> int:
     """Return the number of `MAXIMA` for a dtype of torch."""
     return MAXIMA[str(dtype).removeprefix("torch.")]
 
 
-def unit_values(images: Tensor) -> Tensor:
+def unit_values(images: "torch.Tensor") -> "torch.Tensor":
     """Return images of a dtype of `MAXIMA` as float32 in [0, 1]."""
     return images.float() / maximum(images.dtype)
 

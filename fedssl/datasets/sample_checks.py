@@ -3,22 +3,25 @@
 import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from fedssl.datasets.decoding import Decoding, Encoded, Page, open_source
-from fedssl.datasets.images import ImageSource
 from fedssl.datasets.pixels import deep_raster
 from fedssl.datasets.raster import Raster, limits_of, unit_values
+
+if TYPE_CHECKING:  # it needs torch, which devices may lack
+    from fedssl.datasets.images import ImageSource
 
 SAMPLE = 64  # images at most
 _SMALL_PART = 4  # the maximum is small if it is below 1/4 of the range
 
 
-def constant_warnings(images: ImageSource) -> tuple[str, ...]:
+def constant_warnings(images: "ImageSource") -> tuple[str, ...]:
     """Return one warning if more than half of a sample of the images have a single color, else none."""
+    import torch
+
     if images.shape[-1] == 1:
         return ()
     rows = torch.linspace(0, len(images) - 1, min(SAMPLE, len(images))).long()

@@ -18,6 +18,7 @@ import pyarrow as pa
 from fedssl.datasets.formats import SUFFIXES as IMAGE_SUFFIXES
 from fedssl.datasets.listing import ending_of
 
+KEY = "__key__"  # column of the names of samples
 ANY_IMAGE = "__image__"  # column of the images of all endings, if no sample has two
 PLACE = pa.struct([("offset", pa.int64()), ("length", pa.int64())])  # of an image in the file
 _TEXTS = ("cls", "txt", "json", "id", "label")
@@ -68,7 +69,7 @@ def _rows(file: Path, samples: Mapping[str, Mapping[str, tarfile.TarInfo]]) -> I
     """Yield the columns of each sample, and its number of images."""
     with file.open("rb") as stream:
         for key, members in samples.items():
-            row: dict[str, Any] = {"__key__": key, "folder": key.rpartition("/")[0]}
+            row: dict[str, Any] = {KEY: key, "folder": key.rpartition("/")[0]}
             images = [name for name in members if ending_of(f"x.{name}") in IMAGE_SUFFIXES]
             row |= {name: {"offset": members[name].offset_data, "length": members[name].size} for name in images}
             for name in members.keys() & {*_TEXTS}:

@@ -6,6 +6,7 @@ a column of text are files.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import numpy as np
 import pyarrow as pa
 
 from fedssl.datasets.decoding import Encoded
-from fedssl.datasets.image_index import FOLDER, ImageIndex, Query, SequenceIndex, grouped_by_folder
+from fedssl.datasets.image_index import FOLDER, ImageIndex, Place, Query, SequenceIndex, grouped_by_folder
 from fedssl.datasets.labels import class_names, missing_labels, read_labels
 from fedssl.datasets.listing import is_file
-from fedssl.datasets.shards import is_shard
+from fedssl.datasets.records import RecordSequence
+from fedssl.datasets.shards import KEY, is_shard
 from fedssl.datasets.sources import Source
 from fedssl.datasets.split_files import files_of_split, has_held_out
 from fedssl.datasets.splits import HELD_OUT, matching, split_of_word
@@ -171,6 +173,11 @@ class RowIndex(SequenceIndex):
     def at(self, rows: np.ndarray) -> "RowIndex":
         return replace(super().at(rows), rows=self.rows[rows])
 
+    def places(self, rows: np.ndarray) -> list[Place]:
+        return (
+            _places(self.tables, self.rows[rows]) if isinstance(self.images, RecordSequence) else super().places(rows)
+        )
+
     def values(self, name: str) -> Sequence[Any]:
         return row_values(self.tables, name, self.rows)
 
@@ -204,6 +211,9 @@ class TableIndex(ImageIndex):
         source = next(chain.from_iterable(self.batches(index)))
         return f"{place}, {source}" if isinstance(source, Path) else place
 
+    def places(self, rows: np.ndarray) -> list[Place]:
+        return _places(self.tables, self.rows[rows])
+
     def records(self) -> Sequence[Encoded] | None:
         return arrow_records(self.tables, self.column, self.rows)
 
@@ -212,6 +222,19 @@ class TableIndex(ImageIndex):
 
     def num_bytes(self) -> int:
         return sum(column_bytes(file, self.column) for file in self.tables) * self.count // self.num_in_files
+
+
+def _places(tables: Sequence[Path], rows: np.ndarray) -> list[Place]:
+    """Return the tables with the numbers of their ``rows``, or the keys of samples."""
+    starts = _first_rows(tuple(tables))
+    numbers = np.searchsorted(starts, rows, side="right") - 1
+    keys = row_values(tables, KEY, rows) if all(map(is_shard, tables)) else (rows - starts[numbers]).tolist()
+    return [Place(tables[number], str(key)) for number, key in zip(numbers, keys, strict=True)]
+
+
+@lru_cache(maxsize=16)
+def _first_rows(tables: tuple[Path, ...]) -> np.ndarray:
+    return np.cumsum([0, *map(num_rows, tables)])[:-1]
 
 
 def _hub_files(hub: str, split: str) -> list[Path]:

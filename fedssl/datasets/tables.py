@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedssl.datasets.decoding import Encoded
-from fedssl.datasets.images import FileRecords
 from fedssl.datasets.manifest import SUFFIXES as MANIFEST_SUFFIXES
 from fedssl.datasets.manifest import csv_table, named_file
 from fedssl.datasets.npy import npy_bytes
+from fedssl.datasets.records import FileRecords
 from fedssl.datasets.shards import ANY_IMAGE, PLACE, is_shard, shard_table
 from fedssl.errors import InputError, shortened
 from fedssl.safe_io import sanitize

@@ -10,8 +10,7 @@
 """
 
 import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.atomic_files import make_subfolder, write_text
-from fedssl.command_line import run_command
+from fedssl.config.commands import encoder_file, run_with_overrides
 from fedssl.config.compose import resolve_config
 from fedssl.config.hydra_internals import apply_overrides
 from fedssl.config.literal import path_of
@@ -30,14 +29,13 @@ from fedssl.config.load import compose, make_settings
 from fedssl.config.overrides import parse
 from fedssl.config.saved_run import read_settings
 from fedssl.config.settings import DataSettings, Settings
-from fedssl.config.targets import choice_targets, expand_config_dir_flag, normalize, search_folders, user_encoder
+from fedssl.config.targets import choice_targets, normalize, search_folders, user_encoder
 from fedssl.config.validation import check_types, validate_config
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import evaluate_domains, evaluation_problem, log_unknown_classes, make_evaluation_input
 from fedssl.evaluation.scores import Score, column_title, format_table, to_flat_dict, units_of
 from fedssl.export import load_encoder, saved_target
 from fedssl.machine.devices import select_device
-from fedssl.safe_io import sanitize
 from fedssl.text_table import align
 
 USAGE = (
@@ -52,14 +50,6 @@ USAGE = (
 def main() -> int:
     """Entry point; returns the exit status, see `run_command`."""
     return run_with_overrides("fedssl-evaluate", USAGE, run)
-
-
-def run_with_overrides(name: str, usage: str, run: Callable[[Sequence[str]], str]) -> int:
-    """Run a command with overrides and print its text, or the usage; return the exit status, see `run_command`."""
-    if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
-        print(usage)
-        return 0 if sys.argv[1:] else 2
-    return run_command(name, lambda: print(sanitize(run(expand_config_dir_flag(sys.argv[1:])), lines=True)))
 
 
 def run(overrides: Sequence[str]) -> str:
@@ -168,22 +158,6 @@ def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Setting
     check_types(config, {})
     validate_config(config)
     return make_settings(config, choices, overrides=overrides, resumed=None)
-
-
-def encoder_file(source: Mapping[str, str]) -> Path:
-    """Return the encoder file of ``run=DIR`` or ``encoder=FILE``; `InputError` if it does not exist."""
-    if len(source) != 1:
-        raise InputError("give either run=DIR, the folder of a finished run, or encoder=FILE, its encoder.pt")
-    file = Path(source["run"], "encoder.pt") if "run" in source else Path(source["encoder"])
-    if not file.is_file():
-        advice = "give the folder of a finished run"
-        if "run" in source and Path(source["run"], "config.yaml").is_file():
-            advice = f"finish the run with fedssl resume={source['run']}"
-        several = sorted(file.parent.glob("encoder-*.pt"))
-        if several:  # the run has several models
-            advice = f"the run has {len(several)} encoders; give one of them: encoder={several[0]}"
-        raise InputError(f"{file} does not exist; {advice}")
-    return file
 
 
 def match_encoder(encoder: Any, data: DataSettings, *, explicit_size: bool) -> DataSettings:

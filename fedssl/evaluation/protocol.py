@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.config.settings import DataSettings
-from fedssl.datasets.base import NO_LABEL, Split, load_split, source_split
+from fedssl.datasets.base import Split, load_split, source_split
+from fedssl.datasets.holdout import NO_LABEL
 from fedssl.datasets.image_index import ImageIndex
 from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError, shortened

@@ -15,12 +15,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fedssl.config.commands import encoder_file, run_with_overrides
 from fedssl.config.literal import path_of
 from fedssl.config.overrides import did_you_mean
 from fedssl.config.targets import SEARCHPATH_KEY, search_folders, user_encoder
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
-from fedssl.evaluation.cli import compose_evaluation, encoder_file, match_encoder, run_with_overrides
+from fedssl.evaluation.cli import compose_evaluation, match_encoder
 from fedssl.export.encoder_file import load_encoder, read_content, saved_target
 from fedssl.export.formats import FORMATS, TOLERANCE, check_target, export, export_int8
 from fedssl.export.onnx import BATCH, CALIBRATION, MEASURED, QuantizedModel

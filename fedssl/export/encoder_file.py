@@ -22,8 +22,9 @@ from torch import nn
 
 from fedssl import encoders
 from fedssl.atomic_files import atomic_write
+from fedssl.datasets.raster import pixel_settings
 from fedssl.errors import InputError
-from fedssl.export.preprocess import Preprocess, pixel_settings
+from fedssl.export.preprocess import Preprocess
 from fedssl.export.weights import read_safetensors
 from fedssl.machine.device_copies import copy_to_cpu
 from fedssl.machine.devices import is_gpu

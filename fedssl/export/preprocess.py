@@ -1,6 +1,6 @@
 """Preprocessing of images for an encoder, with the pixels and the geometry of its training."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,10 @@ from fedssl.datasets.decoding import Decoding, Page
 from fedssl.datasets.geometry import fit_tensor
 from fedssl.datasets.pages import open_pages
 from fedssl.datasets.pixels import is_deep_color, to_array
-from fedssl.datasets.raster import BACKGROUND, PixelSettings, Raster, percentiles_of, unit_values
+from fedssl.datasets.raster import BACKGROUND, PIXELS, Raster, percentiles_of, unit_values
 from fedssl.errors import InputError
 
 Picture = Tensor | Image.Image | str | Path
-
-# Settings of the pixels, with their defaults.
-_DEFAULTS: Mapping[str, Any] = {"background": BACKGROUND, "window": None, "percentiles": None, "dtype": "auto"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ class Preprocess:
     def _unit_values(self, images: Any) -> Tensor:
         """Return images as float32 in [0, 1], ``(batch, channels, height, width)``; files in the encoder's size."""
         channels = len(self.mean)
-        decoding = Decoding(channels=channels, size=self.size, **{name: getattr(self, name) for name in _DEFAULTS})
+        decoding = Decoding(channels=channels, size=self.size, **{name: getattr(self, name) for name in PIXELS})
         if isinstance(images, Image.Image | str | Path):
             if isinstance(images, Image.Image) and is_deep_color(images):
                 raise InputError("Pillow reduces color of 16 bits to 8; give the path of the file")
@@ -101,15 +98,3 @@ def _source(file: str | Path, decoding: Decoding) -> str | Path | Page:
                 if (page.shape[2] if isinstance(page, Raster) else len(page.getbands())) == 1:
                     return Page(file, 0, decoding.channels)
     return file
-
-
-def pixel_metadata(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a data set's pixels that differ from the default, for the metadata of an encoder."""
-    return {f"dataset.{key}": settings[key] for key, value in _DEFAULTS.items() if settings.get(key, value) != value}
-
-
-def pixel_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the pixels in an encoder's metadata; `InputError` if they are invalid."""
-    settings = {key: metadata.get(f"dataset.{key}", value) for key, value in _DEFAULTS.items()}
-    PixelSettings(channels=1, size=1, **settings)
-    return settings

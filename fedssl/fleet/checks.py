@@ -60,7 +60,7 @@ def free_space(folder: Path) -> int:
 def _check_images(images: Path) -> Check:
     import numpy as np  # slow imports
 
-    from fedssl.datasets.folder import index_all
+    from fedssl.datasets.path_index import index_all
     from fedssl.datasets.sources import find
 
     unreadable = []  # of a sample; a round reports the others

@@ -99,6 +99,7 @@ def encoder_quality(file: Path, images: Path, *, folders: Sequence[Path] = ()) -
     further encoders. Raise `InputError` if fewer than two images can be read.
     """
     from fedssl.datasets import folder  # slow imports
+    from fedssl.datasets.path_index import ALL_IMAGES
     from fedssl.evaluation import collapse_metrics
     from fedssl.evaluation.features import extract
 
@@ -109,7 +110,7 @@ def encoder_quality(file: Path, images: Path, *, folders: Sequence[Path] = ()) -
         size=encoder.size,
         limit=NUM_IMAGES,
         path=str(images),
-        **folder.ALL_IMAGES,
+        **ALL_IMAGES,
         background=encoder.preprocess.background,
         window=encoder.preprocess.window,
     )

@@ -3,7 +3,7 @@
 import numpy as np
 from torch import Tensor
 
-from fedssl.datasets.base import NO_LABEL
+from fedssl.datasets.holdout import NO_LABEL
 from fedssl.errors import InputError
 from fedssl.seeding import numpy_generator
 

@@ -42,7 +42,7 @@ import torch
 
 from fedssl.config.constraints import check_arguments
 from fedssl.csv_file import client_in, count_in, read_rows
-from fedssl.datasets.base import NO_LABEL
+from fedssl.datasets.holdout import NO_LABEL
 from fedssl.errors import InputError
 from fedssl.partition.partition import PartitionInput
 from fedssl.seeding import derive_seed, numpy_generator

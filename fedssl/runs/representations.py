@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fedssl.datasets.base import NO_LABEL
+from fedssl.datasets.holdout import NO_LABEL
 from fedssl.safe_io import corrupt_file_error
 from fedssl.tensor_file import read_arrays, write_arrays
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hydra.utils import get_method
 
-from fedssl.datasets.base import check_data_settings, stratified_holdout, subsample_indices
+from fedssl.datasets.base import check_data_settings, subsample_indices
+from fedssl.datasets.holdout import stratified_holdout
 from fedssl.errors import InputError
 from tests.fedssl.datasets.made import NAMES, node_of, settings_of
 

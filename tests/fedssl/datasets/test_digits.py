@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.datasets.base import load_federated, load_split, stratified_holdout
+from fedssl.datasets.base import load_federated, load_split
+from fedssl.datasets.holdout import stratified_holdout
 from tests.fedssl.datasets.made import settings_of
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")

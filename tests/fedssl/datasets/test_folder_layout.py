@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.datasets.folder import index_path
 from fedssl.datasets.image_index import ImageIndex
+from fedssl.datasets.path_index import index_path
 from fedssl.errors import InputError
 from tests.fedssl.datasets.made import query_of, touch
 

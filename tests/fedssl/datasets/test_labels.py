@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fedssl.datasets.base import NO_LABEL
+from fedssl.datasets.holdout import NO_LABEL
 from fedssl.datasets.labels import read_labels
 from fedssl.errors import InputError
 

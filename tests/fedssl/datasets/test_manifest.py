@@ -10,7 +10,7 @@ import pytest
 
 from fedssl.datasets import base
 from fedssl.datasets.base import ImageData, load_federated, load_split
-from fedssl.datasets.folder import files_digest, index_all
+from fedssl.datasets.path_index import files_digest, index_all
 from fedssl.errors import InputError
 from tests.fedssl.datasets.made import first_pixels, make_image, png, settings_of
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.config.settings import DataSettings
-from fedssl.datasets.base import NO_LABEL, ImageData, Split
+from fedssl.datasets.base import ImageData, Split
+from fedssl.datasets.holdout import NO_LABEL
 from fedssl.datasets.images import TensorImages
 from fedssl.evaluation.few_labels import FewLabels
 from fedssl.evaluation.knn import KNN

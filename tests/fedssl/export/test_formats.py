@@ -20,11 +20,11 @@ from torch import Tensor
 
 from fedssl import encoders
 from fedssl.config.load import compose
+from fedssl.datasets.raster import pixel_metadata
 from fedssl.errors import InputError, RunError
 from fedssl.export import cli, formats, load_encoder, read_content, save_encoder, weights
 from fedssl.export.formats import FORMATS, export
 from fedssl.export.onnx import compare, quantize, run_onnx
-from fedssl.export.preprocess import pixel_metadata
 from fedssl.export.source import ExportSource
 from fedssl.export.timm_weights import timm_model
 from fedssl.runs.run import read_run

@@ -16,12 +16,11 @@ import torchvision.transforms.functional as TF
 from PIL import Image
 
 from fedssl.datasets.decoding import Decoding
-from fedssl.datasets.raster import unit_values
+from fedssl.datasets.raster import pixel_metadata, unit_values
 from fedssl.errors import InputError
 from fedssl.export import Preprocess, load_encoder, read_content
 from fedssl.export.formats import export
 from fedssl.export.huggingface import model_card
-from fedssl.export.preprocess import pixel_metadata
 from fedssl.export.source import ExportSource
 from tests.fedssl.export.test_encoder_file import METADATA, save
 from tests.fedssl.export.test_formats import VIT, source_of

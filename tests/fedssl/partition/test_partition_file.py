@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.datasets.base import NO_LABEL
+from fedssl.datasets.holdout import NO_LABEL
 from fedssl.errors import InputError
 from fedssl.partition import dirichlet, from_file, write_partition
 from tests.fedssl.partition.made import partition_input

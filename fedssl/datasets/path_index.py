@@ -1,0 +1,124 @@
+"""The images of a path, found but not decoded: in files, in rows of tables, or in arrays."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedssl.datasets.decoding import Decoding
+from fedssl.datasets.folder_layout import list_split
+from fedssl.datasets.holdout import NO_LABEL, stratified_holdout
+from fedssl.datasets.image_index import FOLDER, ImageIndex, Query, SequenceIndex, file_line, grouped_by_folder
+from fedssl.datasets.listing import log_once
+from fedssl.datasets.npz import index_arrays
+from fedssl.datasets.page_index import with_pages
+from fedssl.datasets.sources import ARRAYS, TABLES, Source, find
+from fedssl.datasets.splits import HELD_OUT, split_of_word
+from fedssl.datasets.table_index import index_tables
+from fedssl.digests import new_identity
+from fedssl.errors import InputError, shortened
+from fedssl.safe_io import sanitize
+
+# Arguments of `read` for all images of a path, without labels, as on a device.
+ALL_IMAGES: Mapping[str, Any] = {
+    "folders": "none",
+    "split_folders": False,
+    "test_fraction": 0.0,
+    "label": None,
+    "skip_missing": True,
+}
+_NOTHING_HELD_OUT = (
+    "no group was held out, so that there are no test images: each class needs images of other groups for training; "
+    "name smaller groups (dataset.group=COLUMN), or hold out images of all groups (dataset.group=null)"
+)
+
+
+def index_path(path: str, query: Query, *, containers_first: bool = False) -> ImageIndex | None:
+    """Return the images of ``query.split`` in a path; None if there are none."""
+    source = find(path, containers_first=containers_first)
+    index = index_source(source, query)
+    if index is None:
+        return None
+    if index.shared:
+        labels = np.full(index.count, NO_LABEL) if index.labels is None else index.labels
+        is_test = split_of_word(query.split) in HELD_OUT
+        rows = stratified_holdout(labels, fraction=query.test_fraction, groups=index.groups)[is_test]
+        if index.groups is not None and index.labels is not None and not len(rows):
+            log_once(logging.WARNING, sanitize(f"{path}: {_NOTHING_HELD_OUT}"))
+        index = index.at(rows)
+    elif index.groups is not None and split_of_word(query.split) in HELD_OUT:
+        index = replace(index, warnings=index.warnings + _common_groups(source, index, query))
+    if index.groups is not None and index.count:
+        number = len(np.unique(index.groups))
+        log_once(logging.INFO, sanitize(f"{path}: {query.split}: {index.count:,} images in {number:,} groups"))
+    return replace(index, warnings=source.warnings + index.warnings) if index.count else None
+
+
+def index_source(source: Source, query: Query) -> ImageIndex | None:
+    """Return the images of ``query.split`` in files of one kind; None if there are none."""
+    indexers = {TABLES: index_tables, ARRAYS: index_arrays}
+    return indexers.get(source.kind, _index_files)(source, query)
+
+
+def _common_groups(source: Source, test: ImageIndex, query: Query) -> tuple[str, ...]:
+    """Return a warning if the given splits for training and for the test have images of the same groups."""
+    try:
+        train = index_source(source, replace(query, split="train"))
+    except InputError:  # there is no such split
+        return ()
+    common = sorted(test.present_groups & (set() if train is None else train.present_groups))
+    line = (
+        f"{source.path}: {len(common):,} groups ({shortened(common)}) have images in the training and in {query.split}"
+        ", so that results are too good; set dataset.split_folders=false dataset.split_column=null to hold out groups"
+    )
+    return (line,) if common else ()
+
+
+def index_all(path: Path) -> ImageIndex:
+    """Return all images of a path, as on a device; `InputError` if there are none."""
+    query = Query(split="train", name="", decoding=Decoding(channels=3, size=32), **ALL_IMAGES)
+    index = index_path(str(path), query)
+    if index is None:
+        raise InputError(f"{path} holds no images")
+    return index
+
+
+def files_digest(path: Path) -> str:
+    """Return a digest of the names, sizes and modification times of the files of all images."""
+    hashed = new_identity()
+    for file in index_all(path).files:
+        hashed.update(file_line(file)[0])
+    return hashed.hexdigest()
+
+
+def _index_files(source: Source, query: Query) -> SequenceIndex:
+    if query.owner is not None:
+        raise InputError(
+            f"dataset.owner={query.owner} is a column, but {source.path} holds image files; set dataset.owner=null, "
+            "and dataset.folders=owner if its subfolders are owners"
+        )
+    found = list_split(source, query)
+    groups: dict[str, Any] = {}
+    if query.group == FOLDER:
+        groups = grouped_by_folder(found.files, Path(source.listing.root))
+    elif query.group is not None:
+        raise InputError(
+            f"dataset.group={query.group} is a column, but {source.path} holds image files; set dataset.group=folder "
+            f"if the images of a folder are a group, or dataset.path to a CSV file with columns path and {query.group}"
+        )
+    if query.label is None:
+        found = replace(found, labels=None, classes=())
+    index = SequenceIndex(
+        name=query.name,
+        count=len(found.files),
+        decoding=query.decoding,
+        num_in_files=len(found.files),
+        key={"reader": "folder"},
+        images=found.files,
+        **groups,
+        **vars(found),
+    )
+    return with_pages(index, found.files, query.pages)

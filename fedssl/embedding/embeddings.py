@@ -1,0 +1,108 @@
+"""Features of all images of a path, in memory."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedssl.embedding.embedder import Embedder
+from fedssl.embedding.image_list import ImageList, list_images
+from fedssl.errors import InputError
+from fedssl.safe_io import sanitize
+
+_MAX_NAMED = 5  # unreadable images in a message
+
+log = logging.getLogger("fedssl")
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Features of the readable images of a path, and access to the images."""
+
+    names: list[str]  # paths below that of the images, with the page, row or key in brackets
+    features: np.ndarray  # float32, ``(n, dimension)``
+    labels: np.ndarray | None  # int64, ``(n,)``, -1 if unknown; None if no image has one
+    classes: tuple[str, ...]  # ``classes[label]``; empty if unknown
+    images: ImageList  # of all images
+    rows: np.ndarray  # those of ``images`` that are readable, int64 ``(n,)``, ascending
+
+    def decode(self, numbers: np.ndarray, *, size: int | None = None) -> np.ndarray:
+        """Return the images with these ascending numbers, ``(k, channels, size, size)``, in another size if given."""
+        return self.images.decode(self.rows[numbers], size=size)
+
+    def values(self, name: str) -> list[Any]:
+        """Return a further column of the source, such as one of a CSV file; `InputError` if it has none."""
+        values = self.images.values(name)
+        return [values[row] for row in self.rows]
+
+
+def list_for(embedder: Embedder, path: str | Path, settings: Mapping[str, Any]) -> ImageList:
+    """List the images of a path with the pixels of an encoder, and log warnings about them."""
+    images = list_images(
+        path, channels=embedder.channels, size=embedder.size, pixels=embedder.pixels, settings=settings
+    )
+    for warning in images.warnings:
+        log.warning("%s", sanitize(warning))
+    return images
+
+
+def embed_path(
+    embedder: Embedder,
+    path: str | Path,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    skip_unreadable: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Embeddings:
+    """Compute the features of all images of a path; `InputError` if there are none.
+
+    Parameters
+    ----------
+    embedder : Embedder
+        See `fedssl.embedding.load_embedder`.
+    path : str or Path
+        A file, a folder or a pattern, as of ``dataset=folder``.
+    settings : mapping, optional
+        Settings of ``dataset=folder``, see `fedssl.embedding.image_list.SETTINGS`.
+    skip_unreadable : bool
+        Whether images that cannot be read are left out; otherwise they are an error.
+    progress : callable, optional
+        Called after each block with the number of images that are done, and of all.
+    """
+    images = list_for(embedder, path, settings or {})
+    features, rows, unreadable = [], [], dict[int, str]()
+    for block in images.blocks(embedder.batch_size):
+        features.append(embedder(block.images))
+        rows.append(block.rows)
+        unreadable |= block.unreadable
+        if progress is not None:
+            progress(block.end, len(images))
+    check_readable(images, unreadable, skip=skip_unreadable)
+    readable = np.concatenate(rows)
+    return Embeddings(
+        names=[place.name for place in images.places(readable)],
+        features=np.concatenate(features),
+        labels=None if images.labels is None else images.labels[readable],
+        classes=images.classes,
+        images=images,
+        rows=readable,
+    )
+
+
+def check_readable(images: ImageList, unreadable: Mapping[int, str], *, skip: bool) -> None:
+    """Raise an `InputError` for images that cannot be read, or log them if they are to be skipped."""
+    if not unreadable:
+        return
+    first = sorted(unreadable)[:_MAX_NAMED]
+    places = images.places(np.array(first))
+    listed = [f"{place.name} ({unreadable[row]})" for place, row in zip(places, first, strict=True)]
+    more = f" and {len(unreadable) - len(first):,} more" if len(unreadable) > len(first) else ""
+    line = f"{len(unreadable):,} of {len(images):,} images cannot be read: {', '.join(listed)}{more}"
+    if len(unreadable) == len(images):
+        raise InputError(f"{line}; check the path")
+    if not skip:
+        raise InputError(f"{line}; repair or remove them, or leave them out with skip_unreadable=true")
+    log.warning("%s", sanitize(f"{line}; they are left out"))

@@ -1,0 +1,84 @@
+"""An encoder that ONNX Runtime computes: an export with ``format=onnx``. No module here imports torch."""
+
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedssl.datasets.raster import convert, pixel_settings
+from fedssl.digests import file_identity
+from fedssl.embedding.embedder import Embedder
+from fedssl.errors import InputError
+from fedssl.machine.process import available_cores
+
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider", "mps": "CoreMLExecutionProvider"}
+
+
+class OnnxEmbedder(Embedder):
+    """The graph of an export."""
+
+    def __init__(self, session: Any, *, digest: str, device: str) -> None:
+        self._session, about = session, json.loads(session.get_modelmeta().custom_metadata_map["fedssl"])
+        self._takes_bytes = session.get_inputs()[0].type == "tensor(uint8)"
+        super().__init__(
+            dimension=about["feature_dim"],
+            channels=about["encoder"]["channels"],
+            size=about["encoder"]["size"],
+            pixels=pixel_settings(about["metadata"]),
+            digest=digest,
+            device=device,
+        )
+        # The graph takes the values of files, of which stored images have the part of the window that is in [0, 1].
+        low, high = self.pixels["window"] or (0, 1)
+        self._low, self._range = np.float32(low), np.float32(high - low)
+
+    def _compute(self, images: np.ndarray) -> np.ndarray:
+        pixels = convert(images, "uint8" if self._takes_bytes else "float32")
+        if not self._takes_bytes:
+            pixels = self._low + self._range * pixels
+        features: np.ndarray = self._session.run(None, {self._session.get_inputs()[0].name: pixels})[0]
+        return features
+
+
+def load(source: Path, *, device: str, folders: Sequence[Path]) -> OnnxEmbedder:
+    """Load an encoder, see `fedssl.embedding.load_embedder`; ``folders`` are not needed."""
+    if find_spec("onnxruntime") is None:
+        raise InputError("backend=onnx needs onnxruntime; install it: pip install 'fedssl[export]'")
+    import onnxruntime
+
+    file = _graph(source)
+    provider = _PROVIDERS.get("cpu" if device == "auto" else device)
+    if provider not in (available := onnxruntime.get_available_providers()):
+        allowed = ", ".join(name for name, provider in _PROVIDERS.items() if provider in available)
+        raise InputError(f"device={device} but this ONNX Runtime has {allowed} only; set one of these, or device=auto")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = available_cores()
+    options.enable_cpu_mem_arena = False  # which would keep twice the memory of the largest layer
+    options.log_severity_level = 3
+    try:
+        session = onnxruntime.InferenceSession(str(file), options, providers=[provider])
+        kind = next(name for name, value in _PROVIDERS.items() if value == provider)
+        return OnnxEmbedder(session, digest=file_identity(file), device=kind)
+    except InputError:
+        raise
+    except Exception as error:  # a damaged or foreign file can raise any exception
+        raise InputError(
+            f"{file} is damaged, or no encoder that `fedssl-export format=onnx` wrote "
+            f"({' '.join(str(error).split())[:200]}); export it again"
+        ) from error
+
+
+def _graph(source: Path) -> Path:
+    """Return the file of an export; `InputError` if there is none, or if it is older than the encoder."""
+    encoder = source / "encoder.pt" if source.is_dir() else source
+    file = source if source.suffix == ".onnx" else encoder.with_suffix(".onnx")
+    setting = f"run={source}" if source.is_dir() else f"encoder={encoder}"
+    if not file.is_file():
+        remedy = "correct the path" if file == source else f"make it with: fedssl-export {setting} format=onnx"
+        raise InputError(f"{file} does not exist, which backend=onnx needs; {remedy}")
+    if file != source and encoder.is_file() and encoder.stat().st_mtime > file.stat().st_mtime:
+        raise InputError(f"{file} is older than {encoder}; write it again with: fedssl-export {setting} format=onnx")
+    return file

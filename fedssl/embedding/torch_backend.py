@@ -1,0 +1,53 @@
+"""An encoder that torch computes, on any of its devices."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedssl.config.commands import encoder_file
+from fedssl.config.targets import user_encoder
+from fedssl.datasets.images import TensorImages
+from fedssl.datasets.raster import PIXELS
+from fedssl.digests import file_identity
+from fedssl.embedding.embedder import Embedder
+from fedssl.evaluation.features import extract
+from fedssl.export.encoder_file import load_encoder, saved_target
+from fedssl.machine.devices import select_device
+
+
+class TorchEmbedder(Embedder):
+    """The encoder of an ``encoder.pt``."""
+
+    def __init__(self, encoder: Any, *, digest: str, device: torch.device) -> None:
+        self.encoder, self._device = encoder, device
+        super().__init__(
+            dimension=encoder.feature_dim,
+            channels=encoder.channels,
+            size=encoder.size,
+            pixels={name: getattr(encoder.preprocess, name) for name in PIXELS},
+            digest=digest,
+            device=device.type,
+        )
+
+    def _compute(self, images: np.ndarray) -> np.ndarray:
+        encoder = self.encoder
+        features: np.ndarray = extract(
+            encoder,
+            TensorImages(torch.from_numpy(images)),
+            mean=encoder.mean,
+            std=encoder.std,
+            device=self._device,
+            batch_size=self.batch_size,
+        ).numpy()
+        return features
+
+
+def load(source: Path, *, device: str, folders: Sequence[Path]) -> TorchEmbedder:
+    """Load an encoder, see `fedssl.embedding.load_embedder`."""
+    file = encoder_file({"run" if source.is_dir() else "encoder": str(source)})
+    build = user_encoder(saved_target(file), folders)
+    digest = file_identity(file)
+    return TorchEmbedder(load_encoder(file, build=build), digest=digest, device=select_device(device))

@@ -1,0 +1,88 @@
+"""Features of the images of a path, compared with the encoder's on images that Pillow decodes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedssl.embedding import embed_path, load_embedder
+from fedssl.errors import InputError
+from fedssl.export import load_encoder
+from tests.fedssl.export.test_formats import SMALL, write_encoder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    write_encoder(tmp_path / "run" / "encoder.pt", SMALL)
+    return tmp_path / "run"
+
+
+def write_images(folder: Path, names: list[str], *, size: int = 11) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(0)
+    images = {name: generator.integers(0, 256, (size, size, 3), dtype=np.uint8) for name in names}
+    for name, pixels in images.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(folder / name)
+    return images
+
+
+NAMES = [f"{kind}/{number}.png" for kind in ("cat", "dog") for number in range(20)]
+
+
+def test_features_equal_those_of_the_encoder(run: Path, tmp_path: Path) -> None:
+    images = write_images(tmp_path / "photos", NAMES)
+    found = embed_path(load_embedder(run, device="cpu"), tmp_path / "photos")
+    encoder = load_encoder(run / "encoder.pt")
+    with torch.no_grad():
+        h = encoder(encoder.preprocess([Image.fromarray(images[name]) for name in found.names]))
+    assert found.names == sorted(NAMES)
+    np.testing.assert_allclose(found.features, h.numpy(), atol=1e-6)
+    assert found.labels is not None
+    assert [found.classes[label] for label in found.labels] == [name.partition("/")[0] for name in found.names]
+
+
+def test_images_in_the_folders_of_splits_and_outside_are_all_embedded(run: Path, tmp_path: Path) -> None:
+    names = ["train/cat/1.png", "train/dog/1.png", "test/cat/2.png", "other/3.png"]
+    write_images(tmp_path / "photos", names)
+    found = embed_path(load_embedder(run, device="cpu"), tmp_path / "photos")
+    assert found.names == sorted(names)
+
+
+def test_images_are_decoded_again_in_another_size(run: Path, tmp_path: Path) -> None:
+    images = write_images(tmp_path / "photos", ["1.png", "2.png", "3.png"])
+    found = embed_path(load_embedder(run, device="cpu"), tmp_path / "photos")
+    np.testing.assert_array_equal(
+        found.decode(np.array([0, 2]), size=11), [images[name].transpose(2, 0, 1) for name in ("1.png", "3.png")]
+    )
+    assert found.labels is None
+
+
+def test_a_damaged_image_is_refused_or_left_out(run: Path, tmp_path: Path) -> None:
+    write_images(tmp_path / "photos", ["1.png", "3.png"])
+    (tmp_path / "photos" / "2.png").write_bytes(b"no image")
+    embedder = load_embedder(run, device="cpu")
+    with pytest.raises(InputError, match=r"1 of 3 images cannot be read: 2.png .*skip_unreadable=true"):
+        embed_path(embedder, tmp_path / "photos")
+    assert embed_path(embedder, tmp_path / "photos", skip_unreadable=True).names == ["1.png", "3.png"]
+
+
+def test_rows_of_tables_have_names_and_values(run: Path, tmp_path: Path) -> None:
+    write_images(tmp_path, ["a.png", "b.png"])
+    (tmp_path / "list.csv").write_text("path,label,site\nb.png,dog,north\na.png,cat,south\n")
+    found = embed_path(load_embedder(run, device="cpu"), tmp_path / "list.csv")
+    assert (found.names, found.values("site")) == (["b.png", "a.png"], ["north", "south"])
+    assert found.labels is not None
+    assert [found.classes[label] for label in found.labels] == ["dog", "cat"]
+
+
+def test_arrays_of_another_form_are_rejected(run: Path) -> None:
+    with pytest.raises(InputError, match="takes uint8"):
+        load_embedder(run, device="cpu")(np.zeros((2, 3, 9, 9), np.uint8))
+
+
+def test_a_missing_onnx_file_names_the_command(run: Path) -> None:
+    with pytest.raises(InputError, match=f"fedssl-export run={run} format=onnx"):
+        load_embedder(run, backend="onnx")
