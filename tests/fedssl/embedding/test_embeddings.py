@@ -34,7 +34,10 @@ NAMES = [f"{kind}/{number}.png" for kind in ("cat", "dog") for number in range(2
 
 def test_features_equal_those_of_the_encoder(run: Path, tmp_path: Path) -> None:
     images = write_images(tmp_path / "photos", NAMES)
-    found = embed_path(load_embedder(run, device="cpu"), tmp_path / "photos")
+    done = list[tuple[int, int]]()
+    embedder = load_embedder(run, device="cpu")
+    found = embed_path(embedder, tmp_path / "photos", progress=lambda *counts: done.append(counts))
+    assert done == [(40, 40)]
     encoder = load_encoder(run / "encoder.pt")
     with torch.no_grad():
         h = encoder(encoder.preprocess([Image.fromarray(images[name]) for name in found.names]))
@@ -44,11 +47,15 @@ def test_features_equal_those_of_the_encoder(run: Path, tmp_path: Path) -> None:
     assert [found.classes[label] for label in found.labels] == [name.partition("/")[0] for name in found.names]
 
 
-def test_images_in_the_folders_of_splits_and_outside_are_all_embedded(run: Path, tmp_path: Path) -> None:
-    names = ["train/cat/1.png", "train/dog/1.png", "test/cat/2.png", "other/3.png"]
-    write_images(tmp_path / "photos", names)
+@pytest.mark.parametrize("other", [[], ["other/3.png"]])
+def test_images_of_all_splits_are_embedded(run: Path, tmp_path: Path, other: list[str]) -> None:
+    names = ["test/cat/2.png", "train/cat/1.png", "train/dog/1.png"]
+    write_images(tmp_path / "photos", [*names, *other])
     found = embed_path(load_embedder(run, device="cpu"), tmp_path / "photos")
-    assert found.names == sorted(names)
+    assert found.names == sorted([*names, *other])
+    if not other:
+        assert found.labels is not None
+        assert [found.classes[label] for label in found.labels] == ["cat", "cat", "dog"]
 
 
 def test_images_are_decoded_again_in_another_size(run: Path, tmp_path: Path) -> None:
