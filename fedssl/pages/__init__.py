@@ -2,15 +2,18 @@
 
 A template is named by its path in the package ``fedssl`` and lies in the package of its feature. It extends
 ``pages/base.html.j2``. Files beside it with its name and the endings ``.css`` and ``.js`` are its own style and script.
-Text is escaped. The Content-Security-Policy allows this script alone, by its hash, and images inside the page.
+Text is escaped. The Content-Security-Policy allows this script alone, by its hash, and images inside the page. A page
+may be sent to others: absolute paths are shortened (`hide_paths`).
 """
 
+import re
 from base64 import b64encode
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context
+from jinja2.runtime import Context
 from markupsafe import Markup
 
 from fedssl.digests import new_identity
@@ -18,9 +21,13 @@ from fedssl.safe_io import sanitize
 
 ROOT = Path(__file__).parents[1]
 ENDING = ".html.j2"
+_START = r"(?:^|(?<=[\s='\":(\[{,]))"  # of a path in a text
+_PARENTS = re.compile(_START + r"/(?:[^/\s'\"=:;,()\[\]{}<>]+/)*(?=[^/\s])")
 
 
-def render(template_name: str, *, data: Any = None, polls: bool = False, **context: Any) -> str:
+def render(
+    template_name: str, *, data: Any = None, polls: bool = False, root: Path | None = None, **context: Any
+) -> str:
     """Render a page, such as ``report/page.html.j2``.
 
     Parameters
@@ -30,6 +37,8 @@ def render(template_name: str, *, data: Any = None, polls: bool = False, **conte
         Not-a-number and infinity are a ValueError.
     polls
         Whether the script may request data from the server of the page; no other page may request anything.
+    root
+        Folder to which absolute paths below it are relative in the page.
     context
         Names in the template. A name that the template uses and that is not given is an error.
     """
@@ -41,11 +50,19 @@ def render(template_name: str, *, data: Any = None, polls: bool = False, **conte
         .render(
             **context,
             data=data,
+            root=root,
             policy=_policy(script, polls=polls),
             script=Markup(script),
             style=Markup(_own_file("pages/base.css") + _own_file(f"{name}.css")),
         )
     )
+
+
+def hide_paths(text: str, *, root: Path | None = None) -> str:
+    """Shorten absolute paths in a text to ``…/NAME``, those below ``root`` to the path from there."""
+    if root is not None:
+        text = re.sub(f"{_START}{re.escape(str(root))}/", "", text)
+    return _PARENTS.sub("…/", text)
 
 
 def _policy(script: str, *, polls: bool) -> Markup:
@@ -63,13 +80,19 @@ def _own_file(name: str) -> str:
     return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
+@pass_context
+def _shown(context: Context, value: object) -> object:
+    """Return markup as it is; of other values the text that a page shows."""
+    return value if isinstance(value, Markup) else hide_paths(sanitize(value), root=context.get("root"))
+
+
 @cache
 def _environment() -> Environment:
-    """Return the templates, which escape all text and replace control characters."""
+    """Return the templates, which escape all text, replace control characters and shorten paths."""
     environment = Environment(
         loader=FileSystemLoader(ROOT),
         autoescape=True,
-        finalize=lambda value: value if isinstance(value, Markup) else sanitize(value),
+        finalize=_shown,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -8,7 +8,8 @@
   evaluation with results ``NAME`` on the run's data set and ``NAME@OTHER`` on others (``evaluation=domains``) gives a
   point per round
 
-The first point is the encoder before the first round, if the end of the run was evaluated in the same way.
+The first point is the encoder before the first round, if the end of the run was evaluated in the same way. Horizontal
+lines are the accuracies of that encoder and of raw pixels: gray if they are those of all runs, else in a run's color.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,6 +42,9 @@ VIRTUAL_TIME = "virtual_seconds"
 COSTS = {"round": "round", "bytes": "sent and received by a client", "flops": "FLOPs of a client"}
 COSTS[VIRTUAL_TIME] = "virtual time"
 UNITS = {"bytes": "B", "flops": "", VIRTUAL_TIME: "s"}
+
+# Kinds of encoders of `Run.results_of`, with their name in the legend and the style of their lines.
+BASELINES = {"untrained": ("untrained encoder", "--"), "pixels": ("raw pixels", ":")}
 
 Accuracies = dict[int, dict[str, float]]  # by round, 0 before the first, and by result
 
@@ -145,16 +149,21 @@ def plot_accuracy(runs: Sequence[Run]) -> PlotData | None:
         return None
     has_virtual_time = any(point.virtual_seconds is not None for point in points_of_all)
     costs = [cost for cost in COSTS if has_virtual_time or cost != VIRTUAL_TIME]
-    figure = new_figure(height=3.2 * len(protocols) + 0.2 * len(groups), width=11.0 * len(costs) / 3)
+    figure = new_figure(height=3.2 * len(protocols) + 0.2 * (len(groups) + len(BASELINES)), width=11.0 * len(costs) / 3)
+    drawn: list[tuple[str, float, str]] = []
     rows: list[list[object]] = [["run", "protocol", *costs, "accuracy", "deviation"]]
     for row, protocol in enumerate(protocols):
         means = [mean_over_seeds(group, protocol) for group in evaluations]
+        baselines = [baseline for kind in BASELINES for baseline in _baselines(groups, kind, protocol)]
+        drawn += baselines
         for column, cost in enumerate(costs):
             position = len(protocols), len(costs), len(costs) * row + column + 1
             axes = figure.add_subplot(*position, xlabel=COSTS[cost])
             for style, points in zip(line_styles(groups), means, strict=True):
                 known = [point for point in points if point[column] is not None]
                 plot_band(axes, [point[column] for point in known], [point[-2:] for point in known], style, scale=100)
+            for kind, value, color in baselines:
+                axes.axhline(100 * value, color=color, linestyle=BASELINES[kind][1], linewidth=1)
             if cost == "round":
                 axes.set_ylabel(column_title(f"{protocol} accuracy", "%"))
                 axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -163,8 +172,22 @@ def plot_accuracy(runs: Sequence[Run]) -> PlotData | None:
                 axes.xaxis.set_major_locator(MaxNLocator(5))
         for group, points in zip(groups, means, strict=True):
             rows += [[group.label, protocol, *point[: len(costs)], *point[-2:]] for point in points]
+    for kind in dict.fromkeys(kind for kind, *_ in drawn):
+        label, linestyle = BASELINES[kind]
+        figure.axes[0].plot([], [], color="0.5", linestyle=linestyle, linewidth=1, label=label)
     _add_legend(figure)
     return PlotData(figure, rows)
+
+
+def _baselines(groups: Sequence[RunGroup], kind: str, protocol: str) -> list[tuple[str, float, str]]:
+    """Return the kind, accuracy and color of each line of a baseline; a single gray one if all groups have the same."""
+    found = []
+    for group, style in zip(groups, line_styles(groups), strict=True):
+        scores = [accuracies(run.results_of(kind)).get(protocol) for run in group.runs]
+        if known := [score for score in scores if score is not None]:
+            found.append((kind, mean(known), style["color"]))
+    same = len({value for _, value, _ in found}) == 1
+    return [(kind, found[0][1], "0.5")] if same else found
 
 
 def _points_of(run: Run) -> list[EvaluationPoint]:

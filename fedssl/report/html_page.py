@@ -1,10 +1,12 @@
 """The report as one HTML page without external resources, readable without scripts; its markup is ``page.html.j2``.
 
-Text of run folders is escaped. Figures are SVG images, which a browser isolates from the page.
+Figures that compare runs and the partitions come first, tables next, figures of single runs last. Figures are SVG
+images, which a browser isolates from the page.
 """
 
 import io
 import itertools
+import os
 import time
 from base64 import b64encode
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, column_title
-from fedssl.pages import render
+from fedssl.pages import hide_paths, render
 from fedssl.plots.registry import PLOTS
 from fedssl.plots.style import sanitize_texts
 from fedssl.report.accuracy_table import score_cell
@@ -28,11 +30,11 @@ if TYPE_CHECKING:
 
 KEY_COLUMNS = (2, 4)  # minimum and maximum number of text columns before the numbers; the others follow the numbers
 LONG_TEXT = 40  # characters from which on a text may be broken
+MAX_PARTITIONS = 3  # figures at the top; more are below the tables
 # Caption of a run's plot, and the file with its numbers.
 RUN_PLOTS = {
     "metrics": ("loss and results over the rounds", "metrics.jsonl"),
     "cosines": ("cosines of clients' models with the global one", "clients.jsonl"),
-    "partition": ("images of each client", "partition.csv"),
 }
 SWEPT = {"sensitivity": "final accuracy over a swept setting", "heatmap": "final accuracy over two swept settings"}
 PLOTS_OF_ALL = {
@@ -58,14 +60,17 @@ def page(runs: Sequence[Run], tables: Sequence[TextTable], *, again: float | Non
     """Return the page of results. It reloads itself after ``again`` seconds; None: never."""
     encoders = encoder_table(runs)
     shown = [*tables, *([encoders] if encoders.rows else [])]
+    partitions = partition_figures(runs)
+    parents = [run.folder.parent for run in runs if run.folder.is_absolute()]
     return render(
         "report/page.html.j2",
+        root=Path(os.path.commonpath(parents)) if parents else None,
         again=None if again is None else max(1, round(again)),
         count=_count(runs),
         tables=[table.without_constants() for table in shown],
-        figures_of_all=figures_of_all(runs),
+        first_figures=[*figures_of_all(runs), *partitions[:MAX_PARTITIONS]],
         further_tables=[*([settings_table(runs)] if len(runs) > 1 else []), status_table(runs)],
-        figures_of_each=figures_of_each(runs),
+        last_figures=[*partitions[MAX_PARTITIONS:], *figures_of_each(runs)],
         order=_column_order,
         long_text=LONG_TEXT,
     )
@@ -106,6 +111,19 @@ def figures_of_all(runs: Sequence[Run]) -> list[PageImage]:
             data = PLOTS[name].plot(plotted)
             figures += [PageImage(caption, svg(data.figure), "wide")] if data else []
     return figures
+
+
+def partition_figures(runs: Sequence[Run]) -> list[PageImage]:
+    """Return an image of each partition, with the first run that has it unless all runs have the same."""
+    first: dict[str, Run] = {}
+    for run, *_ in _groups(runs):
+        first.setdefault(_cached_svg(run.folder / "partition.csv", "partition"), run)
+    caption = "images of each client"
+    return [
+        PageImage(caption if len(first) == 1 else f"{run.folder}: {caption}", data)
+        for data, run in first.items()
+        if data
+    ]
 
 
 def figures_of_each(runs: Sequence[Run]) -> list[PageImage]:
@@ -207,7 +225,10 @@ def settings_table(runs: Sequence[Run]) -> TextTable:
 def svg(figure: "Figure") -> str:
     """Return a figure as SVG in base64; equal figures give equal text."""
     from matplotlib import rc_context
+    from matplotlib.text import Text
 
+    for text in figure.findobj(Text):
+        text.set_text(hide_paths(text.get_text()))
     sanitize_texts(figure)
     stream = io.BytesIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedssl"}):

@@ -11,7 +11,7 @@ import pytest
 from jinja2 import UndefinedError
 
 from fedssl import pages
-from fedssl.pages import render
+from fedssl.pages import hide_paths, render
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\x1b&'\""
 
@@ -69,6 +69,24 @@ def test_a_page_runs_its_own_script_alone_and_requests_nothing(own: Path):
         "form-action": "'none'",
     }
     assert _policy(render("feature/a.html.j2", title="a", polls=True))["connect-src"] == "'self'"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("/home/me/photos", "…/photos"),
+        ("fedssl dataset.path=/home/me/photos/ lr=1", "fedssl dataset.path=…/photos/ lr=1"),
+        ("'note=\"/home/a b\"' [/x/y,/z]", "'note=\"…/a b\"' […/y,…/z]"),
+        ("/work/runs/a/0: /work/runs/a is not /work/runs2/b", "a/0: a is not …/b"),
+        ("/mnt/work/runs/a", "…/a"),
+        (
+            "https://a.b/c/d, and/or, 1 / 2, runs/a, </svg>, ../a",
+            "https://a.b/c/d, and/or, 1 / 2, runs/a, </svg>, ../a",
+        ),
+    ],
+)
+def test_absolute_paths_are_shortened(text: str, shown: str):
+    assert hide_paths(text, root=Path("/work/runs")) == shown
 
 
 def test_colors_of_the_stylesheet_have_the_contrast_of_wcag_aa():

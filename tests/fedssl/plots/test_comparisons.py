@@ -11,6 +11,7 @@ from fedssl.plots.comparisons import (
     evaluation_points,
     line_styles,
     mean_cosines,
+    plot_accuracy,
 )
 from fedssl.plots.forgetting import ClientForgetting, mean_forgetting
 from fedssl.plots.registry import write_plot
@@ -129,3 +130,33 @@ def test_accuracy_of_selected_results(tmp_path: Path):
         (selected,) = select_metrics([run], [name])
         _, *rows = rows_of(write_plot("accuracy", [selected], tmp_path, **FORMATS))
         assert [(row[1], int(row[2])) for row in rows] == [(name, round) for round in expected]
+
+
+def test_baselines_are_lines_in_gray_or_the_color_of_runs(tmp_path: Path):
+    final = {"untrained": {"knn": 0.2}, "federated": {"knn": 0.5}, "pixels": {"knn": 0.3}}
+    other = {**final, "untrained": {"knn": 0.4}}
+    runs = [
+        made(tmp_path / "a0", "strategy=l_dawa", "seed=0", final=final),
+        made(tmp_path / "a1", "strategy=l_dawa", "seed=1", final=other),
+        made(tmp_path / "b", "strategy=fedavg", final=final),
+        made(tmp_path / "c", "strategy=eua"),
+    ]
+
+    def lines(runs: list[Run]) -> set[tuple[str, float, str]]:
+        data = plot_accuracy(runs)
+        assert data is not None
+        axes = [axis.lines for axis in data.figure.axes]
+        found = [
+            {(x.get_linestyle(), x.get_ydata()[0], x.get_color()) for x in of if len({*x.get_ydata()}) == 1}
+            for of in axes
+        ]
+        assert found == [found[0]] * 3  # over rounds, bytes and FLOPs
+        shown = [text.get_text() for text in data.figure.legends[0].get_texts()]
+        assert ("raw pixels" in shown) == ("untrained encoder" in shown) == bool(found[0])
+        return {(style, round(value, 9), color) for style, value, color in found[0]}
+
+    # Pixels are the same for all; the untrained encoder has (20 + 40) / 2 = 30% of l_dawa's seeds and 20% of fedavg's.
+    l_dawa, fedavg = "#D55E00", "#000000"
+    assert lines(runs) == {("--", 30, l_dawa), ("--", 20, fedavg), (":", 30, "0.5")}
+    assert lines([runs[0], runs[2]]) == {("--", 20, "0.5"), (":", 30, "0.5")}
+    assert lines(runs[3:]) == set()

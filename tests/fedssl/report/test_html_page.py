@@ -2,6 +2,7 @@
 
 import json
 import re
+from base64 import b64decode
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -119,11 +120,46 @@ def test_a_page_has_results_costs_figures_differences_and_commands(tmp_path: Pat
     assert "In all rows: rounds=2." in words
     assert f'data-value="{mean([0.80 - 0.1, 0.82 - 0.1])!r}"' in text  # every digit, by which it is sorted
     assert "fedssl strategy=fedavg seed=1 lr=0.2" in words
-    assert words.count(f"{tmp_path / 'a0'}: loss and results over the rounds") == 1
-    assert f"{tmp_path / 'a1'}: loss and results over the rounds" not in words
-    assert text.count("<img") == 1 + 2 * 2  # accuracies; of each rule the metrics and the partition
+    assert words.count("a0: loss and results over the rounds") == 1
+    assert "a1: loss and results over the rounds" not in words
+    assert text.count("<img") == 1 + 1 + 2  # accuracies; the partition; of each rule the metrics
     assert 'http-equiv="refresh"' not in text
     assert '<meta http-equiv="refresh" content="30">' in page_of(tmp_path, again=30.2)
+
+
+def test_figures_that_compare_come_first_and_open(tmp_path: Path):
+    for seed, alpha in ((0, 0.1), (0, 1.0)):
+        for lr in (0.1, 0.2):
+            words = (f"partition.alpha={alpha}", f"lr={lr}", f"seed={seed}")
+            job(tmp_path / f"{alpha}-{lr}", *words)
+            if alpha == 1:
+                (tmp_path / f"{alpha}-{lr}" / "partition.csv").write_text("client,examples,0,1\n0,3,2,1\n1,1,0,1\n")
+    text = page_of(tmp_path)
+    first, _, rest = text.partition("<table>")
+    captions = re.findall("<figcaption>(.*)</figcaption>", text)
+    assert captions == [*re.findall("<figcaption>(.*)</figcaption>", first)]
+    assert captions[0] == "accuracy over rounds, over bytes and over FLOPs of a client"
+    assert "final accuracy over two swept settings" in captions
+    assert captions[-2:] == ["0.1-0.1: images of each client", "1.0-0.1: images of each client"]  # each one once
+    assert "<details" not in first
+    assert rest.count("<details>") == 4  # loss and results of each run
+
+
+def test_a_page_has_no_path_of_the_machine(tmp_path: Path):
+    for name in ("a", "sub/b"):
+        path = tmp_path / "photos" / name
+        job(tmp_path / "runs" / name, f"dataset.path={path}", f"note='{path} x'", f"strategy={name[0]}_dawa")
+    job(tmp_path / "runs" / "c", status="failed", reason=f"{tmp_path / 'photos'}/x.png: damaged ({tmp_path}/x)")
+    text = page_of(tmp_path / "runs")
+    words = " ".join(Elements(text).words)
+    svgs = [b64decode(data).decode() for data in re.findall(f'{re.escape(SVG)}([^"]*)', text)]
+    assert svgs
+    for shown in (text, *svgs):
+        assert str(tmp_path) not in shown
+        assert "/tmp" not in shown
+    assert "fedssl dataset.path=…/b" in words
+    assert "sub/b: loss and results" in words  # below the folder that holds all runs
+    assert "…/x.png: damaged (…/x)" in words
 
 
 def test_encoders_are_compared_over_seeds(tmp_path: Path):
