@@ -8,12 +8,11 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from fedssl.command_line import run_command
 from fedssl.config.compose import compose_unresolved, validate_names
-from fedssl.config.hydra_internals import split_arguments
+from fedssl.config.hydra_internals import run_main, split_arguments
 from fedssl.config.literal import literal_values
 from fedssl.config.overrides import CONF, by_key, check_single, check_sweep, config_groups, parse, quote_value
 from fedssl.config.targets import expand_config_dir_flag, search_folders
@@ -80,7 +79,7 @@ def _run_all() -> int:
     def job(hydra_settings: DictConfig) -> None:  # Hydra names the application after this file
         _run_single(overrides)
 
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+    run_main(job, CONF)
     return 0
 
 
@@ -162,7 +161,7 @@ def _run_hydra_sweep(flags: Sequence[str], overrides: Sequence[str]) -> int:
         return run_hydra_job(run, metric=metric)
 
     with sweep_lock(folder):
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+        run_main(job, CONF)
         jobs = run_folders(folder)
         return finish_sweep(folder, jobs, metric=metric) if jobs else 0  # a flag such as --info
 

@@ -1,7 +1,11 @@
 """Packages import each other in one direction, and undocumented names of dependencies in ``..._internals.py``."""
 
 import ast
+import re
+import sys
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -47,3 +51,21 @@ def test_private_names_are_found():
     source = "import ray._private\ndef f():\n    from flwr.common import serde\n    from hydra import _internal"
     assert private(source) == ["ray._private", "flwr.common", "hydra"]
     assert private("from flwr.app import Message\nfrom hydra import compose\nimport ray") == []
+
+
+def test_every_imported_library_is_declared():
+    """``markupsafe`` or ``ray`` may vanish from the requirements of others, which then breaks an installation."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
+    declared = {re.split(r"[\[<>=; ]", line)[0].lower().replace("_", "-") for line in project["dependencies"] + extras}
+    libraries = {
+        module.split(".")[0]
+        for package in ("fedssl", "strategies", "client_app", "server_app", "simulation")
+        for file in (ROOT / package).rglob("*.py")
+        for module, _ in imports(file.read_text())
+    }
+    of_others = {"_typeshed", "mlflow", "triton"}  # of mypy, mlflow-skinny, torch
+    others = libraries - set(sys.stdlib_module_names) - set(PACKAGES) - of_others
+    owners = packages_distributions()
+    names = {name: [owner.lower().replace("_", "-") for owner in owners.get(name, [name])] for name in others}
+    assert {name: owners for name, owners in names.items() if not declared & set(owners)} == {}

@@ -3,13 +3,18 @@
 import copy
 import functools
 import itertools
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
+from unittest.mock import patch
 
+from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.utils import get_args_parser
+from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, OverrideType
+from hydra.types import TaskFunction
 from omegaconf import DictConfig
 
 from fedssl.errors import InputError
@@ -22,6 +27,7 @@ __all__ = [
     "apply_overrides",
     "expand_sweep",
     "parse_overrides",
+    "run_main",
     "split_arguments",
 ]
 
@@ -57,18 +63,40 @@ def expand_sweep(overrides: Sequence[str], groups: Mapping[str, Sequence[str]]) 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the flags with their values, and the overrides, in any order; raise `InputError` for an unknown flag."""
-    parser = get_args_parser()
+    parser = _args_parser()
 
     # argparse's `error` prints the usage and exits, and has no hook
     def raise_error(message: str) -> NoReturn:
         raise InputError(f"{message}; `fedssl --hydra-help` lists all flags")
 
     parser.error = raise_error  # type: ignore[method-assign]
-    overrides: list[str] = parser.parse_intermixed_args(list(arguments)).overrides
+    namespace = parser.parse_intermixed_args(list(arguments))
+    if namespace.experimental_rerun is not None:
+        raise InputError(
+            "--experimental-rerun loads a pickle, which can run code; see `command` in the run's summary.json"
+        )
+    overrides: list[str] = namespace.overrides
     flags = list(arguments)
     for override in overrides:
         flags.remove(override)
     return flags, overrides
+
+
+def run_main(job: TaskFunction, folder: Path) -> None:
+    """Run ``job`` by the flags and overrides in ``sys.argv``, as `hydra.main` does with ``folder / "config.yaml"``."""
+    version.setbase("1.3")
+    parser = _args_parser()
+    _run_hydra(parser.parse_args(), parser, job, config_path=str(folder), config_name="config")
+
+
+def _args_parser() -> ArgumentParser:
+    """Return Hydra's parser. One of its help texts is not a string, which `argparse` rejects from Python 3.14 on."""
+    with patch.object(ArgumentParser, "_check_help", lambda *_: None, create=True):
+        parser = get_args_parser()
+    for action in parser._actions:
+        if action.help is not None and not isinstance(action.help, str):
+            action.help = "Install or uninstall shell completion"
+    return parser
 
 
 def apply_overrides(overrides: Sequence[Override], config: DictConfig) -> None:
