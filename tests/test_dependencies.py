@@ -54,7 +54,7 @@ def test_private_names_are_found():
 
 
 def test_every_imported_library_is_declared():
-    """``markupsafe`` or ``ray`` may vanish from the requirements of others, which then breaks an installation."""
+    """``markupsafe`` or ``httpx`` may vanish from the requirements of others, which then breaks an installation."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [line for lines in project["optional-dependencies"].values() for line in lines]
     declared = {re.split(r"[\[<>=; ]", line)[0].lower().replace("_", "-") for line in project["dependencies"] + extras}
@@ -64,7 +64,7 @@ def test_every_imported_library_is_declared():
         for file in (ROOT / package).rglob("*.py")
         for module, _ in imports(file.read_text())
     }
-    of_others = {"_typeshed", "mlflow", "triton"}  # of mypy, mlflow-skinny, torch
+    of_others = {"_typeshed", "mlflow", "ray", "triton"}  # of mypy, mlflow-skinny, flwr[simulation], torch
     others = libraries - set(sys.stdlib_module_names) - set(PACKAGES) - of_others
     owners = packages_distributions()
     names = {name: [owner.lower().replace("_", "-") for owner in owners.get(name, [name])] for name in others}
