@@ -2,7 +2,8 @@
 
 `dimension_std` measures constant collapse (all images at one point). `spectrum`, its summary `covariance_rank`, and
 `effective_rank` measure dimensional collapse (images in few dimensions). `alignment` and `uniformity` are the two
-objectives of contrastive learning. All use representations h of the same images ``(n, dim)``.
+objectives of contrastive learning. All use representations h of the same images ``(n, dim)``. `effective_rank`
+(RankMe), `alpha_req` and `lidar` are from papers that select encoders by them, without labels.
 
 FedU2's Fig. 3 shows the spectrum of test images and that of Gaussian vectors. It needs more images than the other
 measures: with n images at most n - 1 singular values are above 0.
@@ -22,6 +23,8 @@ from fedssl.seeding import torch_generator
 from fedssl.training import Augment
 
 TOP = 100  # number of recorded singular values, as in FedU2
+_RANKS = (4, 100)  # first and last eigenvalue of the fit of `alpha_req`, from 1
+_DELTA = 1e-4  # of `lidar`, as in the paper
 
 
 def spectrum(h: Tensor) -> Tensor:
@@ -54,6 +57,39 @@ def covariance_rank(h: Tensor) -> float:
     count less than in `effective_rank`.
     """
     return _rank(spectrum(h))
+
+
+def alpha_req(h: Tensor) -> float:
+    """alpha-ReQ (Agrawal et al., NeurIPS 2022): alpha of the covariance's eigenvalues ~ rank ** -alpha.
+
+    Near 1 is best, says the paper. As in the authors' code, the line through log eigenvalues and log ranks has the
+    weights 1 / rank, and the ranks are `_RANKS`; eigenvalues that are 0 up to rounding are left out. 0 for fewer than
+    two.
+    """
+    values = spectrum(h)
+    kept = values[: int((values > values[0] * len(values) * torch.finfo(values.dtype).eps).sum())]
+    ranks = torch.arange(1, len(kept) + 1, dtype=torch.float64)
+    first, last = _RANKS if len(kept) > 2 * _RANKS[0] else (1, len(kept))
+    x, y, w = (part[first - 1 : last] for part in (ranks.log(), kept.log(), 1 / ranks))
+    if len(x) < 2:
+        return 0.0
+    x, y = x - (w @ x) / w.sum(), y - (w @ y) / w.sum()
+    return float(-(w * x @ y) / (w * x @ x))
+
+
+def lidar(views: Sequence[Tensor]) -> float:
+    """LiDAR (Thilak et al., ICLR 2024): exp of the entropy of an LDA whose classes are the images.
+
+    ``views`` are the representations of views of the same images, each ``(n, dim)``. Between 1 and min(n - 1, dim); 0
+    if all images have the same mean. The paper has 50 views of 1,000 images.
+    """
+    h = torch.stack(list(views)).double()  # (q, n, dim)
+    means = h.mean(dim=0)
+    within, between = (h - means).flatten(0, 1), means - means.mean(dim=0)
+    sigma_w = within.T @ within / len(within) + _DELTA * torch.eye(h.shape[2], dtype=torch.float64)
+    # The eigenvalues of Sigma_w^-1/2 Sigma_b Sigma_w^-1/2 are the squares of these singular values.
+    whitened = torch.linalg.solve_triangular(torch.linalg.cholesky(sigma_w), between.T, upper=False)
+    return _rank(torch.linalg.svdvals(whitened).square() / len(between))
 
 
 def _rank(values: Tensor) -> float:
@@ -131,4 +167,6 @@ class CollapseMetrics:
             "spread": dimension_std(h),
             "alignment": alignment(h1, h2),
             "uniformity": uniformity(h),
+            "alpha_req": alpha_req(h),
+            "lidar": lidar((h1, h2)),
         }

@@ -14,7 +14,7 @@ from fedssl.evaluation.scores import Score
 from fedssl.machine.process import default_threads
 from fedssl.plain_values import flatten
 from fedssl.runs.groups import OWN_KEYS, all_compared_settings, first_of_each_seed, group_runs, same_value
-from fedssl.runs.run import Run, read_run, run_folders
+from fedssl.runs.run import LABEL_FREE, Run, read_run, run_folders
 
 DEFAULT_FOLDERS = (Path("runs"), Path("multirun"))
 STATUSES = ("finished", "failed", "interrupted", "paused", "pruned", "running", "ended from outside")
@@ -85,9 +85,20 @@ class RankedRuns:
 
 
 def rank_runs(runs: Iterable[Run], metric: str, *, each: bool = False) -> list[RankedRuns]:
-    """Rank finished runs by a final result, the largest first; with ``each`` every seed by itself."""
+    """Rank finished runs by a final result, the best first; with ``each`` every seed by itself.
+
+    The best is the largest, but of ``alpha_req`` the nearest to 1.
+    """
     finished = [run for run in runs if run.finished]
-    with_result = [run for run in finished if metric in run.latest_results]
+    scores = {
+        run.folder: run.score(metric) if metric in LABEL_FREE else run.latest_results.get(metric) for run in finished
+    }
+    known_scores = {folder: score for folder, score in scores.items() if score is not None}
+    with_result = [run for run in finished if run.folder in known_scores]
+    if not with_result and metric in LABEL_FREE:
+        raise InputError(
+            f"no finished run has recorded {metric}; set evaluate_every and collapse_images above 0 in the next runs"
+        )
     if not with_result:
         known = dict.fromkeys(name for run in finished for name in run.latest_results)
         raise InputError(
@@ -97,9 +108,14 @@ def rank_runs(runs: Iterable[Run], metric: str, *, each: bool = False) -> list[R
     ranked = []
     for group in group_runs(with_result, (lambda run: {"folder": str(run.folder)}) if each else all_compared_settings):
         members = first_of_each_seed(group.runs)
-        members.sort(key=lambda run: run.latest_results[metric].value, reverse=True)
-        ranked.append(RankedRuns(members, Score.over_runs([run.latest_results[metric] for run in members])))
-    return sorted(ranked, key=lambda group: group.score.value, reverse=True)
+        members.sort(key=lambda run: goodness(metric, known_scores[run.folder].value), reverse=True)
+        ranked.append(RankedRuns(members, Score.over_runs([known_scores[run.folder] for run in members])))
+    return sorted(ranked, key=lambda group: goodness(metric, group.score.value), reverse=True)
+
+
+def goodness(metric: str, value: float) -> float:
+    """Return a number that is larger for better results."""
+    return -abs(value - 1) if metric == "alpha_req" else value
 
 
 def differences_from_defaults(run: Run) -> dict[str, tuple[Any, Any]]:

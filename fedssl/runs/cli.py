@@ -1,7 +1,8 @@
 """The command ``fedssl-runs``: list, rank, show and verify runs.
 
     fedssl-runs list [DIR...] [KEY=VALUE...] [--json]          all runs, newest first
-    fedssl-runs best METRIC [DIR...] [KEY=VALUE...] [--seeds]  finished runs by a final result, the largest first
+    fedssl-runs best METRIC [DIR...] [KEY=VALUE...] [--seeds]  finished runs by a final result, the best first
+    fedssl-runs best --by rankme|alpha_req|lidar [DIR...] ...  the same by a result that needs no labels
     fedssl-runs show DIR [--json]                              settings, results, command and files of a run
     fedssl-runs verify DIR [--json]                            damaged and missing files of a run; exit status 1 if any
 
@@ -30,7 +31,8 @@ from fedssl.runs.catalog import (
     readable_runs,
 )
 from fedssl.runs.groups import IGNORED, compared_settings, varying
-from fedssl.runs.run import RUN_MARKERS, Run
+from fedssl.runs.reliability import reliability
+from fedssl.runs.run import LABEL_FREE, RUN_MARKERS, Run
 from fedssl.runs.verify import verify_run
 from fedssl.safe_io import sanitize
 from fedssl.text_table import align
@@ -61,13 +63,20 @@ def list_runs(options: argparse.Namespace) -> str:
 
 def best_runs(options: argparse.Namespace) -> str:
     """Return the table of finished runs by a result."""
-    runs, problems = _selected(options.overrides)
-    ranked = rank_runs(runs, options.metric, each=options.seeds)
+    metric, overrides = options.metric, options.overrides
+    if options.by is not None:  # the first argument is no metric
+        metric, overrides = options.by, [*filter(None, [options.metric]), *overrides]
+    if metric is None:
+        raise InputError(f"the metric is missing; write `fedssl-runs best knn`, or --by {'|'.join(LABEL_FREE)}")
+    runs, problems = _selected(overrides)
+    ranked = rank_runs(runs, metric, each=options.seeds)
+    reliable = reliability(runs, metric) if metric in LABEL_FREE else None
     if options.json:
-        groups = [{**to_flat_dict({options.metric: each.score}), "runs": [*map(_plain, each.runs)]} for each in ranked]
-        return _json({"metric": options.metric, "unit": ranked[0].score.unit, "ranked": groups, "unreadable": problems})
+        groups = [{**to_flat_dict({metric: each.score}), "runs": [*map(_plain, each.runs)]} for each in ranked]
+        about = {"metric": metric, "unit": ranked[0].score.unit, "ranked": groups, "unreadable": problems}
+        return _json(about | ({"reliability": reliable} if reliable else {}))
     differing = _differing(ranked)
-    head = ("", column_title(options.metric, ranked[0].score.unit), "runs", "rounds", *_HEADS, *differing, "best run")
+    head = ("", column_title(metric, ranked[0].score.unit), "runs", "rounds", *_HEADS, *differing, "best run")
     rows: list[Sequence[str]] = []
     for rank, group in enumerate(ranked, start=1):
         best = group.runs[0]
@@ -75,7 +84,7 @@ def best_runs(options: argparse.Namespace) -> str:
         rows.append(
             (str(rank), group.score.number, str(len(group.runs)), str(best.rounds_done), *values, str(best.folder))
         )
-    return _table(head, rows, problems)
+    return _table(head, rows, [*filter(None, [reliable]), *problems])
 
 
 def show_run(options: argparse.Namespace) -> str:
@@ -178,8 +187,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fedssl-runs", description="List, rank, show and verify runs.")
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("list", help="all runs, newest first")
-    ranking = commands.add_parser("best", help="finished runs by a final result, the largest first")
-    ranking.add_argument("metric", metavar="METRIC", help="a final result, e.g. knn")
+    ranking = commands.add_parser("best", help="finished runs by a final result, the best first")
+    ranking.add_argument("metric", metavar="METRIC", nargs="?", help="a final result, e.g. knn; none with --by")
+    ranking.add_argument("--by", choices=LABEL_FREE, help="rank by a result that needs no labels")
     ranking.add_argument("--seeds", action="store_true", help="one row per run instead of one for all seeds")
     for command in (listing, ranking):
         command.add_argument(

@@ -27,7 +27,9 @@ from fedssl.safe_io import corrupt_file_error, open_regular_file, read_text, rea
 RUN_MARKERS = ("summary.json", "config.yaml", "run.log")
 START_KEYS = ("output_dir", "resume", "pause_after")  # of one start of a run; they do not repeat it
 PRUNED = "pruned"  # status of a job that its sweep does not continue
-RANKME = "rankme"  # label-free result: the effective rank of representations in the last evaluated round
+RANKME = "rankme"
+# Results that need no labels, and their names among the collapse metrics of the last evaluated round.
+LABEL_FREE = {RANKME: "effective_rank", "alpha_req": "alpha_req", "lidar": "lidar"}
 FLEET_FILE = "fleet.json"  # reports of devices, nodes that train, are late or rejected, and the quality of the encoder
 LOCK_FILE = ".lock"  # locked by the process of a run or a sweep
 _DATE = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)-(\d\d)-(\d\d)")
@@ -93,9 +95,9 @@ class Run:
     def score(self, name: str, *, round: int | None = None) -> Score | None:
         """Return a final result or, with ``round``, that of the last evaluation until then; None if there is none.
 
-        ``name`` is that of a protocol, or `RANKME`, the effective rank of the global models' representations.
+        ``name`` is that of a protocol, or one of `LABEL_FREE`, of the global models' representations.
         """
-        if name != RANKME and round is None:
+        if name not in LABEL_FREE and round is None:
             return self.results.get(name)
         lines = read_jsonl(self.folder / "metrics.jsonl")
         values = [_result_in(line, name) for line in lines if round is None or line["round"] <= round]
@@ -190,11 +192,12 @@ class Run:
 def _result_in(line: Mapping[str, Any], name: str) -> Score | None:
     """Return a result in a line of ``metrics.jsonl``; None if it was not measured in this round."""
     results, units = line.get("evaluation", {}), line.get("units", {})
-    if name == RANKME:
+    label_free = LABEL_FREE.get(name)
+    if label_free is not None:
         health = line.get("health")
-        results, name = (health.get("global") if isinstance(health, dict) else {}), "effective_rank"
+        results, name = (health.get("global") if isinstance(health, dict) else {}), label_free
     value = results.get(name) if isinstance(results, dict) else None
-    unit = "" if name == "effective_rank" else str(units.get(name, ACCURACY)) if isinstance(units, dict) else ACCURACY
+    unit = "" if label_free else str(units.get(name, ACCURACY)) if isinstance(units, dict) else ACCURACY
     return Score(float(value), unit) if value is not None and finite_number(value) else None
 
 
