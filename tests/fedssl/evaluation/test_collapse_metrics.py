@@ -113,7 +113,7 @@ def test_alpha_req_against_the_normal_equations():
     ranks = torch.arange(4, 41, dtype=torch.float64)
     x, y = (
         torch.stack([ranks.log(), torch.ones_like(ranks)], dim=1),
-        torch.tensor(values[3:], dtype=torch.float64).log(),
+        values[3:].log(),
     )
     slope, _ = torch.linalg.solve(x.T @ torch.diag(1 / ranks) @ x, x.T @ torch.diag(1 / ranks) @ y).tolist()
     assert alpha_req(h) == pytest.approx(-slope)
