@@ -49,8 +49,13 @@ def with_pages(index: SequenceIndex, files: Sequence[FilePath], pages: str) -> S
     decoding = index.decoding
     depth = decoding.channels if pages == "channels" else 1
     uncounted = list[str]()
-    with ThreadPoolExecutor(min(THREADS, available_cores())) as pool:
-        counts = list(pool.map(lambda file: _count(file, pages, decoding, uncounted), files))
+    counts = [1] * len(files)
+    several = [place for place, file in enumerate(files) if _has_several(file, pages)]
+    with ThreadPoolExecutor(min(THREADS, available_cores())) as pool:  # not of all files, which may be millions
+        for place, count in zip(
+            several, pool.map(lambda place: _count(files[place], decoding, uncounted), several), strict=True
+        ):
+            counts[place] = count
     if uncounted:
         line = f"the pages of {len(uncounted)} files cannot be counted, and only the first is used: "
         index = replace(index, warnings=(*index.warnings, sanitize(line + shortened(sorted(uncounted)))))
@@ -68,15 +73,17 @@ def with_pages(index: SequenceIndex, files: Sequence[FilePath], pages: str) -> S
     return PageIndex(**expanded).at(np.arange(len(images)))
 
 
-def _count(file: FilePath, pages: str, decoding: Decoding, uncounted: list[str]) -> int:
-    """Return the number of pages that are used; 1 of a file that cannot be opened, or is added to ``uncounted``."""
-    path = Path(file)
-    form = FORMAT_OF.get(ending_of(path.name), "DICOM")  # whose names may have any ending
-    if pages == "first" or form not in (VOLUMES if pages == "auto" else SEVERAL):
-        return 1
+def _has_several(file: FilePath, pages: str) -> bool:
+    """Return whether several pages of a file may be used, by its name."""
+    form = FORMAT_OF.get(ending_of(str(file).rpartition("/")[2]), "DICOM")  # whose names may have any ending
+    return pages != "first" and form in (VOLUMES if pages == "auto" else SEVERAL)
+
+
+def _count(file: FilePath, decoding: Decoding, uncounted: list[str]) -> int:
+    """Return the number of pages; 1 of a file that cannot be opened, or is added to ``uncounted``."""
     try:
         return _cached_count(
-            str(file), path.stat().st_mtime_ns, decoding.max_pixels, decoding.channels, decoding.video_interval
+            str(file), Path(file).stat().st_mtime_ns, decoding.max_pixels, decoding.channels, decoding.video_interval
         )
     except _CountError as error:
         uncounted.append(f"{file} ({error})")

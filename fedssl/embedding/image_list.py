@@ -20,8 +20,9 @@ from fedssl.datasets.holdout import NO_LABEL
 from fedssl.datasets.image_index import BATCH, ImageIndex, Place, Query, SequenceIndex, file_line
 from fedssl.datasets.path_index import index_source
 from fedssl.datasets.raster import PIXELS
-from fedssl.datasets.sources import ARRAYS, IMAGES, Source, find
+from fedssl.datasets.sources import ARRAYS, IMAGES, TABLES, Source, find
 from fedssl.datasets.splits import HELD_OUT
+from fedssl.datasets.tables import schema_of
 from fedssl.digests import new_identity
 from fedssl.errors import InputError
 from fedssl.machine.process import available_cores
@@ -199,6 +200,8 @@ def list_images(
     )
     try:
         source = find(str(path))
+        if "label" not in settings and source.kind == TABLES and not _has_column(source, "label"):
+            query = replace(query, label=None)  # without a warning
         parts, labels, classes = _indexed(source, query, folders)
     except InputError as error:
         raise InputError(str(error).replace("dataset.path=", "images=").replace("dataset.path", "images")) from error
@@ -208,6 +211,10 @@ def list_images(
         raise InputError(f"dataset.label={settings['label']} but no image of {path} has a label; correct the name")
     decoding = decoding.with_found_dtype(chain.from_iterable(part.sample(np.arange(part.count)) for part in parts))
     return replace(found, parts=[replace(part, decoding=decoding) for part in parts])
+
+
+def _has_column(source: Source, name: str) -> bool:
+    return any(name in schema_of(file).names for file in source.files)
 
 
 def _indexed(source: Source, query: Query, folders: str) -> tuple[list[ImageIndex], np.ndarray | None, tuple[str, ...]]:

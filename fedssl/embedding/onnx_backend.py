@@ -1,6 +1,7 @@
 """An encoder that ONNX Runtime computes: an export with ``format=onnx``. No module here imports torch."""
 
 import json
+import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fedssl.datasets.listing import log_once
 from fedssl.datasets.raster import convert, pixel_settings
 from fedssl.digests import file_identity
 from fedssl.embedding.embedder import Embedder
@@ -36,6 +38,9 @@ class OnnxEmbedder(Embedder):
         self._low, self._range = np.float32(low), np.float32(high - low)
 
     def _compute(self, images: np.ndarray) -> np.ndarray:
+        if self._takes_bytes and images.dtype != np.uint8:
+            line = "images of more than 8 bits are rounded to 8, which this graph takes; backend=torch keeps all bits"
+            log_once(logging.WARNING, line)
         pixels = convert(images, "uint8" if self._takes_bytes else "float32")
         if not self._takes_bytes:
             pixels = self._low + self._range * pixels

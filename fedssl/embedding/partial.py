@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fedssl.atomic_files import write_text
+from fedssl.atomic_files import make_subfolder, write_text
 from fedssl.embedding.image_list import Block
 from fedssl.errors import InputError
 from fedssl.locks import lock
@@ -95,8 +95,7 @@ class Partial:
 @contextmanager
 def open_partial(out: Path, about: Mapping[str, Any], dimension: int) -> Iterator[Partial]:
     """Open what an earlier process has computed for the file ``out``, and lock it; raise an `InputError` if it is."""
-    folder = out.with_name(f".{out.name}.partial")
-    folder.mkdir(exist_ok=True)
+    folder = make_subfolder(out.parent, f".{out.name}.partial")
     with (folder / "lock").open("w") as stream:
         if not lock(stream.fileno()):
             raise InputError(f"another process writes out={out}; wait for it, or choose another file")
