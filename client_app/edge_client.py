@@ -40,7 +40,8 @@ from fedssl.config.literal import user_path
 from fedssl.config.load import BASE_FOLDER
 from fedssl.config.settings import ClientSettings, Component
 from fedssl.config.targets import search_folders, searchpath_override
-from fedssl.datasets.path_index import ALL_IMAGES, files_digest, index_all
+from fedssl.datasets.path_index import ALL_IMAGES, bytes_per_value, files_digest, index_all
+from fedssl.datasets.raster import WIDEST
 from fedssl.datasets.sources import ALLOWED, NoImagesError
 from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet.checks import free_space
@@ -196,11 +197,13 @@ class EdgeClient:
     def _with_local_settings(self, settings: ClientSettings, *, num_images: int) -> ClientSettings:
         data = settings.data
         threads = min(self.threads or default_threads(data.size), self.limits.threads)
-        fits = num_images * data.channels * data.size**2 <= self.limits.memory_bytes()
+        allowed = self.limits.memory_bytes() // max(num_images * data.channels * data.size**2, 1)  # bytes per value
+        is_sampled = 1 <= allowed < WIDEST and num_images > 0
+        needed = bytes_per_value(self.data_path, data.reader.values) if is_sampled else 1
         local = {
             "path": str(self.data_path),
             "cache": str(self.states / ".pictures"),
-            "storage": "decoded" if fits else "encoded",
+            "storage": "decoded" if needed <= allowed else "encoded",
         }
         reader = Component({**settings.data.reader.values, **ALL_IMAGES, **local})
         return replace(

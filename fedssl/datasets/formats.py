@@ -39,6 +39,7 @@ SUFFIXES = tuple(sorted(FORMAT_OF))
 DOUBLE_SUFFIXES = (".nii.gz",)
 VOLUMES = frozenset({"NPY", "NIFTI", "VIDEO"})  # formats of stacks of images
 SEVERAL = VOLUMES | {"TIFF", "DICOM"}  # formats with pages; those of others are animations
+FROM_START = (".mpeg", ".mpg")  # endings of files whose pages can only be found from the first on
 HEAD_BYTES = 512  # by which `module_of` recognizes a format
 GZIP = b"\x1f\x8b"  # of NIfTI
 _NIFTI = ((344, b"n+1"), (344, b"ni1"), (4, b"n+2"), (4, b"ni2"))  # places and magic numbers

@@ -6,9 +6,10 @@ has no label if its value is null, NaN, negative or blank.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -18,14 +19,15 @@ from fedssl.datasets.tables import column_of, is_bytes, is_text, num_rows, schem
 from fedssl.errors import InputError
 
 MAX_NUMBER = 2**16  # larger numbers are identifiers, such as those of species: they count as names
+Source = TypeVar("Source")
 _OFF = "dataset.label=null for no labels"
 
 
 @dataclass(frozen=True)
 class LabelColumn:
-    """Labels of a file."""
+    """Labels of a file or an array."""
 
-    file: Path
+    source: object  # its name
     values: np.ndarray  # int64, ``(n,)``, `NO_LABEL` if missing
     names: tuple[str, ...] | None = None  # ``names[value]``; None if values are class numbers without names
 
@@ -45,8 +47,7 @@ def read_labels(
     if column is None:
         return np.full(sum(num_rows(file) for file in files), NO_LABEL), ()
     columns = {file: _read(file, column) for file in sorted({*files, *data_set})}  # one order for all splits
-    numbered, classes = _join(list(columns.values()), column)
-    labels = dict(zip(columns, numbered, strict=True))
+    labels, classes = joined(columns, column)
     return np.concatenate([labels[file] for file in files]), classes
 
 
@@ -56,7 +57,9 @@ def missing_labels(labels: np.ndarray, files: Sequence[Path], column: str, *, sp
     if not missing:
         return ()
     lacking = [file for file in files if column not in schema_of(file).names]
-    why = f" ({lacking[0]} has no column {column!r}; it has {schema_of(lacking[0]).names})" if lacking else ""
+    why = ""
+    if lacking:
+        why = f" ({lacking[0]} has no column {column!r}: set dataset.label to one of {schema_of(lacking[0]).names})"
     if missing == count:
         return (f"none of the {count} rows of the split {split!r} has a label{why}: they are used without labels",)
     have = "has" if missing == 1 else "have"
@@ -65,8 +68,13 @@ def missing_labels(labels: np.ndarray, files: Sequence[Path], column: str, *, sp
     )
 
 
+def joined(parts: Mapping[Source, LabelColumn], column: str) -> tuple[dict[Source, np.ndarray], tuple[str, ...]]:
+    """Return the labels of each source by one list of classes, and their names."""
+    labels, classes = _join(list(parts.values()), column)
+    return dict(zip(parts, labels, strict=True)), classes
+
+
 def _join(columns: Sequence[LabelColumn], column: str) -> tuple[list[np.ndarray], tuple[str, ...]]:
-    """Return the labels of each file by one list of classes, and their names."""
     used = [part for part in columns if not part.is_empty]
     numbered = [part for part in used if part.names is None]
     if len(numbered) == len(used):
@@ -76,9 +84,9 @@ def _join(columns: Sequence[LabelColumn], column: str) -> tuple[list[np.ndarray]
     elif numbered:
         named = next(part for part in used if part.names is not None)
         raise InputError(
-            f"dataset.label={column} has class names in {named.file} but numbers without names in {numbered[0].file}, "
-            "so that classes cannot be matched; write both files with names, select files that belong together with "
-            f"dataset.path=PATTERN, or give {_OFF}"
+            f"dataset.label={column} has class names in {named.source} but numbers without names in "
+            f"{numbered[0].source}, so that classes cannot be matched; write both files with names, select files that "
+            f"belong together with dataset.path=PATTERN, or give {_OFF}"
         )
     every = {name for part in used for name in part.names or ()}
     lists = [part.names for part in used if part.names and every.issubset(part.names)]
@@ -94,7 +102,7 @@ def _renumbered(part: LabelColumn, classes: Sequence[str]) -> np.ndarray:
     if len(number) < len(classes):
         twice = next(name for name in classes if classes.count(name) > 1)
         raise InputError(
-            f"{part.file} has other class names than the other files of dataset.path, where two classes are named "
+            f"{part.source} has other class names than the other files of dataset.path, where two classes are named "
             f"{twice!r}, so that classes cannot be matched; give them different names, or {_OFF}"
         )
     of_value = np.array([*(number[name] for name in names), NO_LABEL], dtype=np.int64)
@@ -107,38 +115,41 @@ def _by_name(part: LabelColumn) -> LabelColumn:
     distinct, values = np.unique(part.values[part.values >= 0], return_inverse=True)
     labels = np.full(len(part.values), NO_LABEL)
     labels[part.values >= 0] = values
-    return LabelColumn(part.file, labels, tuple(map(str, distinct)))
+    return LabelColumn(part.source, labels, tuple(map(str, distinct)))
 
 
 def _read(file: Path, column: str) -> LabelColumn:
     """Read the labels of a file; none if it lacks the column."""
     if column not in schema_of(file).names:
         return LabelColumn(file, np.full(num_rows(file), NO_LABEL))
-    array = column_of(file, column)
+    return label_column(file, column, column_of(file, column), class_names(schema_of(file), column))
+
+
+def label_column(source: object, column: str, array: pa.Array, names: tuple[str, ...] = ()) -> LabelColumn:
+    """Return the labels of an array of class numbers or names; ``names`` are those of numbers, if known."""
     kind = array.type.value_type if pa.types.is_dictionary(array.type) else array.type
     try:
         if is_text(kind) or is_bytes(kind):
-            return _text(file, array.cast(pa.string()))
+            return _text(source, array.cast(pa.string()))
         values = _floats(array.cast(pa.float64())) if pa.types.is_floating(kind) else _integers(array, kind)
     except pa.ArrowException as error:
         several = "several labels per image" if pa.types.is_nested(kind) else str(error)
         raise InputError(
-            f"dataset.label={column} is of type {kind} in {file} ({several}); one class per image is needed, as an "
+            f"dataset.label={column} is of type {kind} in {source} ({several}); one class per image is needed, as an "
             f"integer or a name: give another column, or {_OFF}"
         ) from error
-    names = class_names(schema_of(file), column)
     known = len(names) > values.max(initial=NO_LABEL)  # others describe another column
-    return LabelColumn(file, np.where(values < 0, NO_LABEL, values), names if names and known else None)
+    return LabelColumn(source, np.where(values < 0, NO_LABEL, values), names if names and known else None)
 
 
-def _text(file: Path, array: pa.Array) -> LabelColumn:
+def _text(source: object, array: pa.Array) -> LabelColumn:
     """Return the labels of a column of names, which are sorted."""
     encoded = array.dictionary_encode()
     written = [name.strip() for name in encoded.dictionary.to_pylist()]
     names = tuple(sorted({name for name in written if name}))
     number = {name: index for index, name in enumerate(names)}
     of_index = np.array([*(number.get(name, NO_LABEL) for name in written), NO_LABEL])
-    return LabelColumn(file, of_index[_integers(encoded.indices, encoded.indices.type)], names)
+    return LabelColumn(source, of_index[_integers(encoded.indices, encoded.indices.type)], names)
 
 
 def _floats(array: pa.Array) -> np.ndarray:

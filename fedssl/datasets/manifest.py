@@ -1,20 +1,23 @@
-"""Tables of CSV files, and image files that a column of a table names."""
+"""Tables of CSV files and lines of JSON, and image files that a column of a table names."""
 
 import codecs
 import os
+import re
 from functools import lru_cache
 from pathlib import Path
 
 import pyarrow as pa
-from pyarrow import csv
+from pyarrow import csv, json
 
+from fedssl.datasets.formats import SUFFIXES as IMAGE_SUFFIXES
+from fedssl.datasets.listing import ending_of
 from fedssl.safe_io import MAX_LINES_BYTES, read_bytes
 
-SUFFIXES = (".csv", ".tsv")
+SUFFIXES = (".csv", ".tsv", ".jsonl")
 
 
-def csv_table(file: Path) -> pa.Table:
-    """Return the table of a file whose columns are separated by commas, semicolons or tabs."""
+def manifest_table(file: Path) -> pa.Table:
+    """Return the table of a file with objects of JSON, or whose columns are separated by one of ``, ; |`` or tabs."""
     return _table(file, file.stat().st_mtime_ns)
 
 
@@ -24,17 +27,27 @@ def named_file(value: str, folder: Path) -> Path:
     return folder / value.strip().replace("\\", os.sep) if "\\" in value and not path.exists() else path
 
 
+def names_image(text: str) -> bool:
+    """Return whether a text has the ending of an image file."""
+    return ending_of(text.strip()) in IMAGE_SUFFIXES
+
+
 @lru_cache(maxsize=4)
 def _table(file: Path, _modified: int) -> pa.Table:
     text = _decoded(read_bytes(file, max_bytes=MAX_LINES_BYTES)).lstrip()
-    first = text.partition("\n")[0]
-    delimiter = max(",;\t", key=first.count)
+    if file.suffix.lower() == ".jsonl":
+        return json.read_json(pa.BufferReader(text.encode()))
+    text = re.sub(r"\Asep=.\s+", "", text)  # of Excel
+    first = re.sub(r'"[^"]*"', "", text.partition("\n")[0])
+    delimiter = max(",;\t|", key=first.count)
     table = csv.read_csv(
         pa.BufferReader(text.encode()),
         parse_options=csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
         convert_options=csv.ConvertOptions(strings_can_be_null=True),
     )
     names = [name.strip() for name in table.column_names]
+    if found := next(filter(names_image, names), None):
+        raise pa.ArrowInvalid(f"its first line has the file {found}; write names of the columns above, as path,label")
     if len({*names}) < len(names):
         raise pa.ArrowInvalid(f"two of its columns {', '.join(names)} have the same name")
     return table.rename_columns(names)

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.lib.npyio import NpzFile
 
 from fedssl.datasets.holdout import NO_LABEL
 from fedssl.datasets.image_index import Place, Query, SequenceIndex
+from fedssl.datasets.labels import joined, label_column
 from fedssl.datasets.npy import as_images, npy_bytes, read_header
 from fedssl.datasets.records import RecordSequence
 from fedssl.datasets.sources import Source
@@ -45,14 +47,11 @@ def index_arrays(source: Source, query: Query) -> SequenceIndex | None:
             return None
         shape, dtype = _header(archive, name)
         _check_pixels(shape, dtype, query.decoding.channels, f"{file}: {name}")
-        labels, is_explicit = None, query.image is not None
-        if query.label is not None:
-            parts = (query.label, *(() if is_explicit else _LABELS))
-            label_names = _array_names(archive, parts, file=file, required=is_explicit)
-            label_name = _of_split(split, label_names, file=file)
-            if label_name is not None:
-                labels = _labels(_load(archive, label_name, file=file), shape[0], f"{file}: {label_name}")
-    unlabeled = query.label is not None and labels is None
+        labels, classes = _labels(archive, query, split, shape[0], file=file)
+    missing = 0 if labels is None else int((labels == NO_LABEL).sum())
+    warnings = (f"{file}: {missing:,} of the {shape[0]:,} {name} have no label",) if missing else ()
+    if query.label is not None and labels is None:
+        warnings = (f"{file}: {name} has no labels; set dataset.label to a part of their name",)
     return ArrayIndex(
         name=query.name,
         count=shape[0],
@@ -62,7 +61,8 @@ def index_arrays(source: Source, query: Query) -> SequenceIndex | None:
         key={"reader": "npz", "image": name},
         images=_Images(file, name, np.arange(shape[0]), query.decoding.channels),
         labels=labels,
-        warnings=(f"{file}: {name} has no labels; set dataset.label to a part of their name",) if unlabeled else (),
+        classes=classes,
+        warnings=warnings,
         shared=shared,
     )
 
@@ -133,7 +133,9 @@ def _opened(file: Path) -> Iterator[NpzFile]:
 
 def _array_names(archive: NpzFile, parts: Sequence[str], *, file: Path, required: bool = True) -> list[str]:
     """Return the arrays with one of these parts in their names, that of the first part with any."""
-    found_names = ([name for name in archive.files if part in name.split("_")] for part in parts)
+    found_names = (
+        [name for name in archive.files if part.lower() in (lower := name.lower(), *lower.split("_"))] for part in parts
+    )
     names: list[str] = next(filter(None, found_names), [])
     if not names and required:
         part = parts[0]
@@ -147,7 +149,7 @@ def _array_names(archive: NpzFile, parts: Sequence[str], *, file: Path, required
 
 def _of_split(split: str, names: Sequence[str], *, file: Path) -> str | None:
     """Return the array of a split; None if only other splits have one."""
-    chosen = matching(split, names)
+    chosen = matching(split, names) or (matching("validation", names) if split == "test" else [])
     if split_of_word(split) == "train" and not any(map(split_of, names)):
         chosen = list(names)
     if len(chosen) > 1:
@@ -180,7 +182,7 @@ def _check_pixels(shape: tuple[int, ...], dtype: np.dtype, channels: int, name: 
     """Raise an `InputError` unless an array has images."""
     if len(shape) not in (3, 4) or dtype.kind not in "biuf":
         raise InputError(
-            f"{name} has shape {shape} and has dtype {dtype}; images are numbers (n, height, width), or with channels "
+            f"{name} has shape {shape} and dtype {dtype}; images are numbers (n, height, width), or with channels "
             "in front of or behind the height and width"
         )
     try:
@@ -194,14 +196,28 @@ def _stack(array: np.ndarray, channels: int) -> np.ndarray:
     return as_images(array[..., None] if array.ndim == 3 else array, channels)
 
 
-def _labels(array: np.ndarray, number: int, name: str) -> np.ndarray:
-    """Return labels of ``number`` images, int64."""
-    if array.ndim == 2 and array.shape[1] == 1:
-        array = array[:, 0]
-    if array.shape != (number,) or array.dtype.kind not in "ui":
-        raise InputError(
-            f"{name} has shape {array.shape} and dtype {array.dtype}, but {number} images have one class each; set "
-            "dataset.label=null for images with several labels, which evaluation=multi_label with "
-            "evaluation.columns=[labels] uses"
-        )
-    return np.maximum(array.astype(np.int64), NO_LABEL)
+def _labels(
+    archive: NpzFile, query: Query, split: str, number: int, *, file: Path
+) -> tuple[np.ndarray | None, tuple[str, ...]]:
+    """Return the labels of the ``number`` images of a split, None if it has none, and the classes of all splits."""
+    if query.label is None:
+        return None, ()
+    is_explicit = query.image is not None
+    names = _array_names(archive, (query.label, *(() if is_explicit else _LABELS)), file=file, required=is_explicit)
+    chosen = _of_split(split, names, file=file)
+    if chosen is None:
+        return None, ()
+    columns = {}
+    for name in names:
+        array = _load(archive, name, file=file)
+        array = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
+        if array.ndim != 1 or (name == chosen and len(array) != number):
+            several = "set dataset.label=null for several labels, which evaluation=multi_label "
+            several += "evaluation.columns=[labels] uses"
+            raise InputError(
+                f"{file}: {name} has shape {array.shape}, but {number} images have one class each; "
+                f"{several if array.ndim > 1 else 'correct it, or set dataset.label=null'}"
+            )
+        columns[name] = label_column(f"{file}: {name}", query.label, pa.array(array))
+    labels, classes = joined(columns, query.label)
+    return labels[chosen], classes

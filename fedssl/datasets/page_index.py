@@ -10,20 +10,23 @@ The setting ``dataset.pages``:
 ============  =========================================================================
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
-from fedssl.datasets.decoding import THREADS, Decoding, Page, unreadable_reason
-from fedssl.datasets.formats import FORMAT_OF, SEVERAL, VOLUMES
+from fedssl.datasets.decoding import THREADS, Decoding, Encoded, Page, unreadable_reason
+from fedssl.datasets.formats import FORMAT_OF, FROM_START, SEVERAL, VOLUMES
 from fedssl.datasets.image_index import ImageIndex, SequenceIndex
 from fedssl.datasets.listing import ending_of
 from fedssl.datasets.pages import open_pages
+from fedssl.datasets.sample_checks import SAMPLE
 from fedssl.digests import identity
 from fedssl.errors import shortened
 from fedssl.machine.process import available_cores
@@ -42,6 +45,21 @@ class PageIndex(SequenceIndex):
         key = {**self.key, "pages": identity(repr([(str(file), *page) for file, *page in images]).encode())}
         files = list(dict.fromkeys(page.file for page in images))
         return replace(ImageIndex.at(self, rows), images=images, files=files, num_in_files=len(rows), key=key)
+
+    def batches(self, start: int) -> Iterator[Sequence[Encoded]]:
+        """Yield the images from index ``start`` on, those of a file together if it is decoded from its start."""
+        if self._from_start:
+            return (list(pages) for _, pages in groupby(self.images[start:], attrgetter("file")))
+        return super().batches(start)
+
+    def sample(self, readable: np.ndarray) -> Iterable[Encoded]:
+        if self._from_start:  # pages of one file have the same dtype
+            return [next(pages) for _, pages in groupby(self.images, attrgetter("file"))][:SAMPLE]
+        return super().sample(readable)
+
+    @property
+    def _from_start(self) -> bool:
+        return any(ending_of(str(file)) in FROM_START for file in self.files)
 
 
 def with_pages(index: SequenceIndex, files: Sequence[FilePath], pages: str) -> SequenceIndex:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,14 @@ def index_all(path: Path) -> ImageIndex:
     if index is None:
         raise InputError(f"{path} holds no images")
     return index
+
+
+def bytes_per_value(path: Path, settings: Mapping[str, Any]) -> int:
+    """Return the size of a value of the decoded images, by a sample of them; ``settings`` are arguments of `read`."""
+    index = index_all(path)
+    names = {field.name for field in fields(Decoding)} & settings.keys()
+    decoding = replace(index.decoding, **{name: settings[name] for name in names})
+    return np.dtype(decoding.with_found_dtype(index.sample(np.arange(index.count))).pixel_dtype).itemsize
 
 
 def files_digest(path: Path) -> str:

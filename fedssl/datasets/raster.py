@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # devices may lack it
 
 BACKGROUND = 255  # default of dataset.background
 MAXIMA = {"uint8": 255, "uint16": 65535, "float32": 1}  # by dtype, from the narrowest
+WIDEST = 4  # bytes of a value
 # Times a value in [0, 1], rounded down: the upper 8 bits of a value of 9 to 16 bits divided by its maximum.
 _LEVELS = np.float32(255.999)
 # Settings of the pixels that an encoder keeps, with their defaults.

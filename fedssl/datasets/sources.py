@@ -22,12 +22,13 @@ from fedssl.datasets.listing import (
     list_files,
     log_once,
 )
+from fedssl.datasets.manifest import SUFFIXES as MANIFEST_SUFFIXES
 from fedssl.errors import InputError, shortened
 from fedssl.safe_io import sanitize
 
 IMAGES, TABLES, ARRAYS = "images", "tables", "arrays"
 _CONTAINERS = {".arrow": TABLES, ".parquet": TABLES, ".tar": TABLES, ".npz": ARRAYS}  # kinds of files by ending
-_MANIFESTS = dict.fromkeys((".csv", ".tsv"), TABLES)  # only if the path names them
+_MANIFESTS = dict.fromkeys(MANIFEST_SUFFIXES, TABLES)  # only if the path names them
 ALLOWED = " ".join((*_CONTAINERS, *_MANIFESTS, *SUFFIXES))
 _ARCHIVES = (".zip", ".gz", ".bz2", ".xz", ".zst", ".tgz", ".rar", ".7z")
 
@@ -58,12 +59,13 @@ class Source:
         """Warnings about images that are not read."""
         ignored = self.listing.ignored
         lines = [f"{count:,} images are ignored; {remedy}" for count, remedy in missing_packages(ignored)]
-        others = sorted(_CONTAINERS.keys() & ignored.keys()) if self.kind == IMAGES else []
+        others = sorted((_CONTAINERS | _MANIFESTS).keys() & ignored.keys()) if self.kind == IMAGES else []
         if others:
             count = sum(ignored[ending] for ending in others)
             lines.append(
-                f"only the {len(self.listing.paths):,} image files are read, and {count:,} files ending in "
-                f"{' '.join(others)} are ignored; to read these, set dataset.path={self.listing.root}/**/*{others[0]}"
+                f"only the {len(self.listing.paths):,} image files are read, and {count:,} file{'s'[: count != 1]} "
+                f"ending in {' '.join(others)} {'is' if count == 1 else 'are'} ignored; to read these, set "
+                f"'dataset.path={self.listing.root}/**/*{others[0]}'"
             )
         return tuple(f"{self.path}: {line}" for line in lines)
 

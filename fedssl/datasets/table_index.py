@@ -40,6 +40,9 @@ from fedssl.datasets.tables import (
 )
 from fedssl.digests import identity
 from fedssl.errors import InputError, shortened
+from fedssl.safe_io import sanitize_line
+
+_MAX_SPLITS = 12  # named in a line
 
 
 def index_tables(source: Source, query: Query) -> ImageIndex | None:
@@ -48,6 +51,8 @@ def index_tables(source: Source, query: Query) -> ImageIndex | None:
     count = sum(map(num_rows, files))
     kinds = ", ".join(sorted({file.suffix.lower() for file in files}))
     source.log(f"{count:,} rows in {len(files):,} {kinds} file{'s'[: len(files) != 1]}")
+    if not count:
+        raise InputError(f"{source.path} has no row with an image; check dataset.path")
     kind, fraction = split_of_word(query.split), query.test_fraction
     if query.split_folders is False:
         return index_rows(files, query, data_set=files, shared=fraction > 0)
@@ -63,6 +68,8 @@ def _index_by_column(source: Source, files: Sequence[Path], query: Query, column
     """Return the rows whose split a column has; None if none is of the test."""
     splits = np.array([str(value).strip() for file in files for value in column_of(file, column).to_pylist()])
     names, kind = np.unique(splits).tolist(), split_of_word(query.split)
+    counts = ", ".join(f"{name or 'empty'} ({(splits == name).sum():,})" for name in names[:_MAX_SPLITS])
+    source.log(f"splits in the column {column}: {counts}{', ...' * (len(names) > _MAX_SPLITS)}")
     shared = query.test_fraction > 0 and not any(matching(held_out, names) for held_out in HELD_OUT)
     wanted = ["train"] if shared and kind in HELD_OUT else [query.split]
     wanted += HELD_OUT if query.split == "test" and not shared else []
@@ -145,20 +152,22 @@ def _existing(index: "RowIndex", query: Query, chosen: np.ndarray | None) -> "Ro
     rows = np.array(sorted({*first.values()} - {*missing}), dtype=np.int64)
     warnings: tuple[str, ...] = ()
     if missing:
-        line = (
-            f"{len(missing):,} of the {len(images):,} image files that {table} names do not exist, such as "
-            f"{shortened(str(images[row]) for row in missing)}"
-        )
+        listed = shortened(sanitize_line(str(images[row]).removeprefix(".")) or "an empty one" for row in missing)
+        line = f"{len(missing):,} of the {len(images):,} image files that {table} names do not exist, such as {listed}"
         if not query.skip_missing or not len(rows):
             raise InputError(
-                f"{line}; correct the paths, which begin at {table.parent}, or use the others with "
+                f"{line}; correct the paths, which begin at {table.parent} and have an ending, or use the others with "
                 "dataset.skip_missing=true"
             )
         warnings += (f"{line}: the others are used",)
     repeated = len(images) - len(first)
     if repeated:
-        again = next(image for row, image in enumerate(images) if first[image] != row)
-        warnings += (f"{table} names {repeated:,} image files again, such as {again}: their first rows are used",)
+        again = [row for row, image in enumerate(images) if first[image] != row]
+        firsts = [first[images[row]] for row in again]
+        others = 0 if index.labels is None else int((index.labels[again] != index.labels[firsts]).sum())
+        line = f"{table} names {repeated:,} image files again, such as {images[again[0]]}"
+        line += f", {others:,} of them with another label" if others else ""
+        warnings += (f"{line}: their first rows are used",)
     rows = rows if chosen is None else rows[chosen[rows]]
     return replace(index, warnings=index.warnings + warnings).at(rows)
 

@@ -6,7 +6,7 @@ lead anywhere: the files of ``dataset.path`` are the user's own. Only regular fi
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,15 @@ import pyarrow.parquet as pq
 
 from fedssl.datasets.decoding import Encoded
 from fedssl.datasets.manifest import SUFFIXES as MANIFEST_SUFFIXES
-from fedssl.datasets.manifest import csv_table, named_file
+from fedssl.datasets.manifest import manifest_table, named_file, names_image
 from fedssl.datasets.npy import npy_bytes
 from fedssl.datasets.records import FileRecords
 from fedssl.datasets.shards import ANY_IMAGE, PLACE, is_shard, shard_table
 from fedssl.errors import InputError, shortened
-from fedssl.safe_io import sanitize
+from fedssl.safe_io import open_regular_file, sanitize
 
 CHUNK = 256  # rows read at a time, and images per task of a decoding thread
+_LFS = b"version https://git-lfs"  # begins a file that stands for another one
 _FIELDS = ("bytes", "path")  # of the structs of ``datasets``
 _PATH_COLUMNS = ("path", "file", "file_name", "filename", "file_path", "filepath", "image", "img")  # names of files
 
@@ -191,12 +192,19 @@ def value_bounds(array: pa.Array) -> np.ndarray | None:
 
 
 def image_column(file: Path) -> str:
-    """Return the only column of images of a file; `InputError` if it has several or none."""
+    """Return the only column of images of a file; `InputError` if it has several or none.
+
+    A column of file names is recognized by its name, or else by the ending of its first value.
+    """
     schema = schema_of(file)
     if ANY_IMAGE in schema.names:
         return ANY_IMAGE
     found = [name for name in schema.names if _is_image(schema.field(name).type, text=False)]
     found = found or [name for name in schema.names if name.lower() in _PATH_COLUMNS]
+    if len(found) != 1:
+        texts = [name for name in found or schema.names if is_text(_value_type(schema.field(name).type))]
+        named = [name for name in texts if names_image(next(iter(column_of(file, name).drop_null().to_pylist()), ""))]
+        found = named or found
     if len(found) != 1:
         has = f"several columns of images ({shortened(found)})" if found else "no column of images"
         raise InputError(f"{file} has {has} in {schema.names}; set dataset.image=COLUMN")
@@ -311,7 +319,7 @@ def _open(file: Path, column: str | None = None) -> pq.ParquetFile | pa.Table:
         elif is_shard(file):
             opened = shard_table(file)
         elif suffix in MANIFEST_SUFFIXES:
-            opened = csv_table(file)
+            opened = manifest_table(file)
         else:
             opened = _table(pa.memory_map(str(file)).read_buffer())
     names = (opened.schema if isinstance(opened, pa.Table) else opened.schema_arrow).names
@@ -335,4 +343,7 @@ def _reading(file: Path) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError) as error:
         reason = sanitize(" ".join(str(error).split())[:300])
+        with suppress(OSError), open_regular_file(file) as stream:
+            if stream.read(len(_LFS)) == _LFS:
+                reason = "it is a pointer of Git LFS: fetch the file with git lfs pull"
         raise InputError(f"{file} cannot be read ({reason}); check dataset.path") from error

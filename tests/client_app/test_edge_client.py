@@ -6,20 +6,23 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, RecordDict
+from PIL import Image
 
 from client_app import limit_checks
 from client_app.edge_client import EdgeClient, safe_error_message
 from client_app.simulated import MARKER_KEY
 from fedssl.config.compose import resolve_config
+from fedssl.config.device_task import read_task
 from fedssl.config.load import client_settings, compose
 from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet import checks
 from fedssl.fleet.limits import Limits, read_limits
 from fedssl.wire.device import installed_versions
 from fedssl.wire.identity import NodeInfo, read_node_info
-from fedssl.wire.messages import CONFIG, ClientUpdate
+from fedssl.wire.messages import CONFIG, ClientUpdate, TrainPlan
 from fedssl.wire.wire_format import WEIGHTS
 from server_app import nodes
 from server_app.build import build_run
@@ -254,6 +257,18 @@ def test_quantized_weights_count_as_they_are_decoded(monkeypatch):
         limit_checks.check_message(content, Limits())
     monkeypatch.setattr(Limits, "memory_bytes", lambda limits: 3000)
     limit_checks.check_message(content, Limits())
+
+
+@pytest.mark.parametrize(("allowed", "storage"), [(767, "encoded"), (768, "decoded")])
+def test_images_of_16_bits_need_two_bytes_per_value(allowed, storage, plan, tmp_path, monkeypatch):
+    """Six images of one channel and 8 x 8 pixels: 6 * 64 * 2 = 768 bytes."""
+    for number in range(6):
+        Image.fromarray(np.full((8, 8), 300 * number, np.uint16)).save(tmp_path / f"{number}.png")
+    client = EdgeClient.read({"data-path": str(tmp_path), "state-path": str(tmp_path / "states")})
+    monkeypatch.setattr(Limits, "memory_bytes", lambda limits: allowed)
+    task = read_task(TrainPlan.from_content(plan).settings, states=tmp_path, folders=())
+    settings = client._with_local_settings(task, num_images=6)
+    assert settings.data.reader.values["storage"] == storage
 
 
 STEM = "encoder.stem=imagenet and batch_size"

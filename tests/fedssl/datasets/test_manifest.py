@@ -42,13 +42,26 @@ def read(folder: Path, text: str | bytes, split: str = "train", **changes: objec
         "path\tlabel\nmy images\\1.png\tcat\nmy images\\2.png\tdog",
         'path , label\n"my images/1.png",cat\n./my images/../my images/2.png,dog\n',
         "path,label\nmy images/1.png,cat\nmy images/2.png,dog\n".encode("utf-16"),
+        'sep=;\r\n"a, b, c";label;Bilddatei\r\n1;cat;my images/1.png\r\n2;dog;my images/2.png\r\n',
+        "mask|label|image_path\n1|cat|my images/1.png\n2|dog|my images/2.png\n",
     ],
-    ids=["plain", "windows", "semicolons", "backslashes", "spaces", "excel"],
+    ids=["plain", "windows", "semicolons", "backslashes", "spaces", "utf-16", "excel", "bars"],
 )
 def test_files_as_people_write_them(images: Path, text: str | bytes) -> None:
     data = read(images, text)
     assert first_pixels(data.images) == [10, 20]
     assert (data.classes, data.labels.tolist()) == (("cat", "dog"), [0, 1])
+
+
+def test_lines_of_json_as_datasets_reads_them(images: Path) -> None:
+    lines = ['{"file_name": "my images/1.png", "label": "cat"}', '{"file_name": "my images/2.png", "label": "dog"}']
+    (images / "metadata.jsonl").write_text("\n".join(lines))
+    data = load_federated(settings_of("folder", path=str(images / "metadata.jsonl"), size=4, cache=None))
+    assert (first_pixels(data.images), data.labels.tolist(), data.classes) == ([10, 20], [0, 1], ("cat", "dog"))
+    data = load_federated(settings_of("folder", path=str(images), size=4, cache=None))
+    (warning,) = [line for line in data.warnings if "1 file ending in .jsonl is ignored" in line]
+    path = warning.partition("'dataset.path=")[2].removesuffix("'")
+    assert load_federated(settings_of("folder", path=path, size=4, cache=None)).classes == ("cat", "dog")
 
 
 def test_labels_are_numbers_names_or_missing(images: Path) -> None:
@@ -81,15 +94,19 @@ def test_repeated_files_are_used_once(images: Path) -> None:
     """As in lists of boxes, which have a line per object."""
     data = read(images, "path,label\nmy images/1.png,a\nmy images/2.png,b\nmy images/1.png,b\n")
     assert (first_pixels(data.images), data.labels.tolist()) == ([10, 20], [0, 1])
-    assert any("names 1 image files again, such as" in warning for warning in data.warnings)
+    (warning,) = data.warnings
+    assert "names 1 image files again, such as" in warning
+    assert "1 of them with another label" in warning
 
 
-def test_a_column_has_the_splits(images: Path) -> None:
+def test_a_column_has_the_splits(images: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     text = "path,label,split\n" + "".join(
         f"my images/{number}.png,{number % 2},{split}\n" for number, split in enumerate(["train"] * 6 + ["valid"] * 4)
     )
     train, test = read(images, text), read(images, text, "test")
     assert (first_pixels(train.images), first_pixels(test.images)) == ([0, 10, 20, 30, 40, 50], [60, 70, 80, 90])
+    assert "splits in the column split: train (6), valid (4)" in caplog.text
     assert len(read(images, text, split_column=None).images) == 10
     with pytest.raises(InputError, match=r"the column split has no split 'train', only a, b; .*split_column=null"):
         read(images, "path,split\nmy images/1.png,a\nmy images/2.png,b\n")
@@ -144,6 +161,7 @@ def test_a_parquet_file_of_paths(images: Path) -> None:
         ("", r"list\.csv cannot be read"),
         ("a,b\n1,2\n", r"no column of images in \['a', 'b'\]; set dataset\.image=COLUMN"),
         ("path,label\nmy images/1.png,a,b\n", r"list\.csv cannot be read .*3"),
+        ("my images/1.png,cat\nmy images/2.png,cat\n", r"its first line has the file my images/1\.png; write names of"),
         ("path,path\na,b\n", r"two of its columns path, path have the same name"),
     ],
 )

@@ -75,7 +75,7 @@ def test_signed_values_and_floats_have_a_window(tmp_path):
         ({"a": GRAY}, "has no array whose name contains 'images'"),
         ({"train_images": GRAY[0]}, r"train_images has shape \(4, 4\)"),
         ({"train_images": np.zeros((2, 4, 4, 4, 1), np.uint8)}, r"train_images has shape \(2, 4, 4, 4, 1\)"),
-        ({"train_images": np.array(["a"] * 16).reshape(1, 4, 4)}, "has dtype <U1"),
+        ({"train_images": np.array(["a"] * 16).reshape(1, 4, 4)}, "and dtype <U1"),
         ({"train_images": GRAY, "train_labels": np.zeros((6, 14), np.uint8)}, "set dataset.label=null"),
         ({"train_images": GRAY, "train_labels": np.zeros(5, np.uint8)}, "but 6 images have one class each"),
         ({"train_images": GRAY, "train_labels": np.zeros((6, 2), np.uint8)}, r"label=null .*columns=\[labels\]"),
@@ -130,3 +130,22 @@ def test_a_missing_path():
         read("train", channels=1, size=4, limit=None, path=None)
     with pytest.raises(InputError, match=r"/missing.npz is not a folder, a file or a pattern"):
         read("train", channels=1, size=4, limit=None, path="/missing.npz")
+
+
+@pytest.mark.parametrize(
+    ("written", "labels", "classes"),
+    [
+        (np.array(["b", "a", "b", "", "a", "c"]), [1, 0, 1, -1, 0, 2], ("a", "b", "c", "d")),
+        (np.array([1.0, 0.0, np.nan, 3.0, -1.0, 2.0]), [1, 0, -1, 3, -1, 2], ()),
+        (np.array([True, False] * 3), [1, 0] * 3, ()),
+    ],
+    ids=["names", "floats", "bools"],
+)
+def test_labels_are_names_or_numbers(tmp_path, written, labels, classes):
+    """The names X and y are scikit-learn's. Without a test the validation is it."""
+    test = np.array(["d"] * 2) if classes else written[:2]
+    path = save(tmp_path, X_train=GRAY, y_train=written, X_val=GRAY[:2], y_val=test)
+    train, val = (read(split, channels=1, size=4, limit=None, path=path) for split in ("train", "test"))
+    assert (train.labels.tolist(), train.classes) == (labels, classes)
+    assert val.labels.tolist() == ([3, 3] if classes else labels[:2])
+    assert any("have no label" in warning for warning in train.warnings) == (-1 in labels)

@@ -134,6 +134,32 @@ def test_a_shard_that_is_cut_is_refused(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+@pytest.mark.parametrize("change", ["damaged", "joined", "cut"])
+def test_no_image_of_a_damaged_shard_is_lost_silently(
+    tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The library ends without an error at a damaged header, and at the end of the first of joined files."""
+    shard(tmp_path / "train.tar", samples(1, 2, 3))
+    content = (tmp_path / "train.tar").read_bytes()
+    place = content.index(b"0002.png")  # that of its header
+    changed = {"damaged": content[:place] + b"?" * 512 + content[place + 512 :], "joined": 2 * content}
+    (tmp_path / "train.tar").write_bytes(changed.get(change, content[:place]))
+    if change == "cut":  # between two members
+        assert first_pixels(read(tmp_path).images) == [1]
+        assert "has no end: it may be cut" in caplog.text
+    else:
+        with pytest.raises(InputError, match="cut or damaged at byte .*, or several files are joined"):
+            read(tmp_path)
+
+
+def test_folders_of_splits_are_a_column(tmp_path: Path) -> None:
+    members = samples(1, folder="data/Train/cat/") | samples(4, folder="data/Train/dog/")
+    shard(tmp_path / "a.tar", members | samples(7, folder="data/val/dog/") | {"./data/val/dog/._7.png": b"of macOS"})
+    train, test = read(tmp_path, label="folder"), read(tmp_path, "test", label="folder")
+    assert (first_pixels(train.images), train.labels.tolist(), train.classes) == ([1, 4], [0, 1], ("cat", "dog"))
+    assert (first_pixels(test.images), test.labels.tolist(), test.warnings) == ([7], [1], ())
+
+
 def test_compressed_shards_have_a_remedy(tmp_path: Path) -> None:
     shard(tmp_path / "train.tar.gz", samples(1), "w:gz")
     with pytest.raises(InputError, match=r"holds no image .*1 \.gz\).*; unpack archives first, \.tar\.gz with gunzip"):

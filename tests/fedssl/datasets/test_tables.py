@@ -111,3 +111,9 @@ def test_arrays_of_other_shapes_are_unreadable(tmp_path: Path) -> None:
     column = pa.array([[[1, 2], [3, 4]], [[1, 2], [3]], None, [[1, None], [3, 4]]], pa.list_(pa.list_(pa.uint8())))
     write(tmp_path / "train.parquet", img=column)
     assert pixels(tmp_path) == [1]
+
+
+def test_pointers_of_git_have_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n")
+    with pytest.raises(InputError, match="it is a pointer of Git LFS: fetch the file with git lfs pull"):
+        load_federated(settings_of("folder", path=str(tmp_path)))

@@ -12,6 +12,7 @@ from PIL import Image
 
 from fedssl.datasets import formats
 from fedssl.datasets.decoding import Decoding, Page, unreadable_reason
+from fedssl.datasets.folder import read
 from fedssl.datasets.formats import module_of
 from fedssl.datasets.pages import open_pages
 
@@ -192,3 +193,15 @@ def test_absurd_times_are_refused():
 def test_a_missing_package_is_named():
     assert formats.PACKAGES["VIDEO"] == "av"
     assert {".mp4", ".webm", ".mpg"} <= set(formats.SUFFIXES)
+
+
+def test_mpeg_is_decoded_once(tmp_path, monkeypatch):
+    """50 frames are of several tasks, each of which would decode the file from its start."""
+    (tmp_path / "a.mpg").write_bytes(video([number / 25 for number in range(250)], kind="mpeg", levels=[90] * 250))
+    from fedssl.datasets import video as module
+
+    opened, decoded = [], module._Frames._decoded
+    monkeypatch.setattr(module._Frames, "_decoded", lambda frames: opened.append(1) or decoded(frames))
+    made = read("train", channels=1, size=8, limit=None, path=str(tmp_path), folders="none", video_interval=0.2)
+    assert len(made.images) == 50
+    assert len(opened) < 6  # also for the dtype, and for warnings
