@@ -22,6 +22,7 @@ from fedssl.datasets.base import load_federated, load_split
 from fedssl.datasets.images import ImageSource
 from fedssl.evaluation.collapse_metrics import TOP, CollapseMetrics, spectrum
 from fedssl.evaluation.features import extract
+from fedssl.evaluation.scores import COLLAPSE_THRESHOLDS
 from fedssl.machine.out_of_memory import module_on_cpu, retry_in_chunks
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import exchanged_names, load_layers
@@ -31,9 +32,6 @@ from fedssl.training import Augment, method_inputs
 from strategies.types import GLOBAL
 
 log = logging.getLogger("fedssl")
-
-# A representation below any of these has collapsed. Trained encoders are above 0.2, 5 and 2.5.
-COLLAPSE_THRESHOLDS = {"effective_rank": 1.5, "covariance_rank": 2.0, "spread": 0.05}
 
 Measurement = tuple[dict[str, Any], list[np.ndarray]]  # collapse metrics, and the unit vectors to store
 

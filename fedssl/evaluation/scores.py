@@ -13,6 +13,8 @@ ACCURACY = "accuracy"  # unit of a share of correct predictions in [0, 1], displ
 FRACTION = "fraction"  # unit of other scores in [0, 1] of which more is better, displayed in percent
 ERROR = "error"  # unit of results of which less is better, in the unit of their targets
 IN_PERCENT = (ACCURACY, FRACTION)
+# A representation below any of these has collapsed. Trained encoders are above 0.2, 5 and 2.5.
+COLLAPSE_THRESHOLDS = {"effective_rank": 1.5, "covariance_rank": 2.0, "spread": 0.05}
 
 _STD_SUFFIX = "_std"
 

@@ -1,0 +1,263 @@
+"""What the live view shows of a run: plain values, from files that may be incomplete, damaged or of another program."""
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from fedssl.errors import InputError
+from fedssl.evaluation.scores import COLLAPSE_THRESHOLDS, IN_PERCENT, as_scores
+from fedssl.runs.jsonl import finite_number
+from fedssl.runs.run import Run, is_locked, read_run
+from fedssl.safe_io import open_regular_file, sanitize
+from fedssl.watch.tail import Tail
+
+MAX_POINTS = 400  # of a line in a chart
+MAX_LAYER_POINTS = 100
+RECENT = 60  # seconds since the last write of a run that another machine may work on
+_LOG_BYTES, _LOG_LINES = 2**14, 15
+_SETTINGS = ("summary.json", "config.yaml", "overrides.yaml", "choices.yaml")
+# Values of a line of ``metrics.jsonl`` that are drawn.
+_NUMBERS = ("loss", "model_cosine", "layer_cosine", "clients", "late", "seconds", "bytes_up", "bytes_down")
+_WHOSE = {"global": "the global model", "clients": "the clients, on average"}
+
+Points = dict[int, float]  # by round
+
+
+class LiveRun:
+    """A run folder that is read again and again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._metrics, self._layers = Tail(folder / "metrics.jsonl", max_bytes=2**30), LayerCosines(folder)
+        self._stamps: object = None
+        self._run: Run | None = None
+        self.problem = ""  # why the settings cannot be read
+        self._forget()
+
+    def _forget(self) -> None:
+        self.values: dict[str, Points] = defaultdict(dict)
+        self.evaluation: dict[str, Points] = defaultdict(dict)
+        self.units: dict[str, str] = {}
+        self.dropped: dict[int, dict[str, str]] = {}
+        self.collapsed: dict[int, str] = {}
+
+    def update(self) -> None:
+        """Read what is new, apart from the lines of clients."""
+        self._read_settings()
+        void, lines = self._metrics.read()
+        if void:
+            self._forget()
+        for line in lines:
+            if isinstance(line.get("round"), int):
+                self._add(line["round"], line)
+
+    def _read_settings(self) -> None:
+        found = [_stat(self.folder / name) for name in _SETTINGS]
+        stamps = [status and (status.st_mtime_ns, status.st_size) for status in found]
+        if stamps != self._stamps:
+            self._stamps = stamps
+            try:
+                self._run, self.problem = read_run(self.folder), ""
+            except (InputError, OSError) as error:
+                self.problem = sanitize(error)
+        if self._run is not None:
+            self._run = replace(self._run, running=is_locked(self.folder))
+
+    def _add(self, round: int, line: Mapping[str, Any]) -> None:
+        for name in _NUMBERS:
+            if finite_number(line.get(name)):
+                self.values[name][round] = float(line[name])
+        dropped = line.get("dropped")
+        self.values["dropped"][round] = float(len(dropped)) if isinstance(dropped, dict) else 0.0
+        self.values["late"].setdefault(round, 0.0)  # written if there are any
+        if isinstance(dropped, dict) and dropped:
+            self.dropped[round] = {sanitize(client): sanitize(reason)[:200] for client, reason in dropped.items()}
+        units = line.get("units")
+        units = {key: sanitize(unit) for key, unit in units.items()} if isinstance(units, dict) else {}
+        for name, score in as_scores(_numbers(line.get("evaluation")), units).items():
+            self.evaluation[name][round] = score.value
+            self.units[name] = score.unit
+        health = line.get("health")
+        self._add_health(round, health if isinstance(health, dict) else {})
+
+    def _add_health(self, round: int, health: Mapping[str, Any]) -> None:
+        found = []
+        for whose in _WHOSE:
+            measured = _numbers(health.get(whose))
+            if "effective_rank" in measured:
+                self.values[f"rank_{whose}"][round] = measured["effective_rank"]
+            found += [
+                f"{_WHOSE[whose]}: {name.replace('_', ' ')} {measured[name]:.3g}, below {limit:g}"
+                for name, limit in COLLAPSE_THRESHOLDS.items()
+                if measured.get(name, limit) < limit
+            ]
+        if found:
+            self.collapsed[round] = "; ".join(found)
+
+    @property
+    def rounds_done(self) -> int:
+        return max(self.values["clients"] or self.values["seconds"] or [0])
+
+    @property
+    def rounds(self) -> int | None:
+        """Return the number of all rounds; None if it is unknown."""
+        total = self._run.value("rounds") if self._run else ""
+        return int(total) if total.isdecimal() else None
+
+    @property
+    def age(self) -> float | None:
+        """Return the seconds since the last write, by the clock of this machine; None before the first."""
+        times = [status.st_mtime for name in ("run.log", "metrics.jsonl") if (status := _stat(self.folder / name))]
+        return max(0.0, time.time() - max(times)) if times else None
+
+    @property
+    def state(self) -> str:
+        if self._run is None:
+            return "damaged" if self.problem else "starts"
+        ended = self._run.summary is None and not self._run.running
+        if ended and self.age is not None and self.age < RECENT:
+            return "running elsewhere, or killed"
+        return self._run.state
+
+    def overview(self, *, curve: bool) -> dict[str, Any]:
+        """Return the values of a row; with ``curve`` the first result over rounds, else the loss."""
+        name, points = next(iter(self.evaluation.items()), ("loss", self.values["loss"]))
+        scale = self._scale(name)
+        return {
+            "state": self.state,
+            "done": self.rounds_done,
+            "rounds": self.rounds,
+            "left": self._seconds_left(),
+            "age": self.age,
+            "date": self._run.date if self._run else "",
+            "loss": _last(self.values["loss"]),
+            "results": self._results(),
+            "warnings": len(self.collapsed) + bool(self.problem) + bool(self._metrics.unreadable),
+            "curve": {"name": sanitize(name), "points": thin(points, 100, scale=scale)} if curve else None,
+        }
+
+    def _results(self) -> dict[str, float]:
+        """Return the last results, those at the end if there are any."""
+        last = {name: points[max(points)] * self._scale(name) for name, points in self.evaluation.items()}
+        final = self._run.results if self._run else {}
+        last |= {name: score.value * (100 if score.unit in IN_PERCENT else 1) for name, score in final.items()}
+        return {sanitize(name): float(f"{value:.6g}") for name, value in last.items()}
+
+    def _scale(self, name: str) -> float:
+        """Return 100 for results that are shown in percent, else 1."""
+        return 100.0 if self.units.get(name) in IN_PERCENT else 1.0
+
+    def _seconds_left(self) -> float | None:
+        seconds = [*self.values["seconds"].values()][-5:]
+        if self._run is None or not self._run.running or self.rounds is None or not seconds:
+            return None
+        return mean(seconds) * (self.rounds - self.rounds_done)
+
+    def details(self) -> dict[str, Any]:
+        """Return everything that the view of one run shows."""
+        run = self._run
+        sent = 0.0
+        cumulated = {}
+        for round, up in sorted(self.values["bytes_up"].items()):
+            sent += up + self.values["bytes_down"].get(round, 0.0)
+            cumulated[round] = sent
+        return {
+            **self.overview(curve=False),
+            "command": sanitize(run.command) if run else "",
+            "reason": run.failure_reason if run and run.summary and not run.finished else "",
+            "values": {name: thin(points) for name, points in {**self.values, "bytes": cumulated}.items()},
+            "evaluation": {sanitize(key): thin(of, scale=self._scale(key)) for key, of in self.evaluation.items()},
+            "units": {sanitize(key): "%" if self._scale(key) == 100 else self.units[key] for key in self.evaluation},
+            "baselines": self._baselines(),
+            **self._layers.read(),
+            "problems": [*self._problems()],
+            "dropped": [[round, self.dropped[round]] for round in sorted(self.dropped)[-5:]],
+            "log": self._log(),
+        }
+
+    def _baselines(self) -> dict[str, dict[str, float]]:
+        """Return the results of the untrained encoder and of raw pixels, of those that are drawn."""
+        if self._run is None:
+            return {}
+        found = {kind: self._run.results_of(kind) for kind in ("untrained", "pixels")}
+        return {
+            kind: {sanitize(name): scores[name].value * self._scale(name) for name in self.evaluation if name in scores}
+            for kind, scores in found.items()
+        }
+
+    def _problems(self) -> Iterator[str]:
+        """Yield what the user has to see, the newest collapse first."""
+        if self.problem:
+            yield self.problem
+        if self._metrics.unreadable:
+            yield f"metrics.jsonl: unreadable lines: {self._metrics.unreadable}"
+        rounds = sorted(self.collapsed)
+        if rounds:
+            yield f"the representation has collapsed in round {rounds[-1]} ({self.collapsed[rounds[-1]]})"
+        lost = [round for round in self.values["clients"] if round not in self.values["loss"]]
+        if self.values["loss"] and lost:
+            yield f"no finite loss in rounds: {len(lost)}, the last one in round {lost[-1]}"
+
+    def _log(self) -> list[str]:
+        """Return the last lines of ``run.log``."""
+        try:
+            with open_regular_file(self.folder / "run.log") as stream:
+                size = os.fstat(stream.fileno()).st_size
+                stream.seek(max(0, size - _LOG_BYTES))
+                text = stream.read(_LOG_BYTES).decode(errors="replace")
+        except OSError:
+            return []
+        return [sanitize(line)[:500] for line in text.splitlines()[-_LOG_LINES:]]
+
+
+class LayerCosines:
+    """The mean cosine over clients of every layer and round, of ``clients.jsonl``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tail = Tail(folder / "clients.jsonl")
+        self._sums: dict[str, dict[int, tuple[float, int]]] = defaultdict(dict)
+
+    def read(self) -> dict[str, Any]:
+        """Return the points of each layer, and whether those of earlier rounds were not read."""
+        void, lines = self._tail.read()
+        if void:
+            self._sums.clear()
+        for line in lines:
+            round = line.get("round")
+            for layer, cosine in _numbers(line.get("cosine")).items() if isinstance(round, int) else ():
+                total, number = self._sums[layer].get(round, (0.0, 0))
+                self._sums[layer][round] = total + cosine, number + 1
+        means = {
+            sanitize(layer): thin({round: total / n for round, (total, n) in sums.items()}, MAX_LAYER_POINTS)
+            for layer, sums in self._sums.items()
+        }
+        return {"layers": means, "layers_cut": self._tail.is_cut}
+
+
+def thin(points: Points, maximum: int = MAX_POINTS, *, scale: float = 1.0) -> list[list[float]]:
+    """Return rounds and values at equal distances, at most ``maximum`` and the last one always."""
+    step = -(-len(points) // maximum) or 1
+    selected = sorted(points.items())[::-1][::step][::-1]
+    return [[round, float(f"{scale * value:.6g}")] for round, value in selected]
+
+
+def _numbers(values: object) -> dict[str, float]:
+    """Return the finite numbers of a mapping."""
+    items = values.items() if isinstance(values, dict) else ()
+    return {str(key): float(value) for key, value in items if finite_number(value)}
+
+
+def _last(points: Points) -> float | None:
+    return points[max(points)] if points else None
+
+
+def _stat(file: Path) -> os.stat_result | None:
+    try:
+        return file.stat()
+    except OSError:
+        return None

@@ -1,0 +1,74 @@
+"""All runs below some folders, found again and again; runs may appear, end and vanish at any time."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from fedssl.digests import identity
+from fedssl.runs.run import run_folders
+from fedssl.safe_io import sanitize
+from fedssl.watch.live_run import LiveRun
+
+MAX_RUNS, MAX_CURVES = 500, 12
+_PAUSE = 0.5  # seconds during which several browser windows get the same values
+_SEARCH_SHARE = 0.1  # of the time, at most, is spent on the search for new runs
+
+
+class Watcher:
+    """The runs below ``folders``, which need not exist. Several threads may use it."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = folders
+        self._runs: dict[str, LiveRun] = {}
+        self._next_search = self._next_update = 0.0
+        self._lock = Lock()
+
+    def overview(self) -> dict[str, Any]:
+        """Return a row for each run, those that run first, then the newest; and the folders without a run."""
+        with self._lock:
+            self._update()
+            listed = [(run.overview(curve=False), key, run) for key, run in self._runs.items()]
+            listed.sort(key=lambda row: (row[0]["state"].startswith("running"), row[0]["date"]), reverse=True)
+            rows = [
+                {"id": key, "name": self._name(run.folder), **(run.overview(curve=True) if n < MAX_CURVES else row)}
+                for n, (row, key, run) in enumerate(listed[:MAX_RUNS])
+            ]
+            has_run = {
+                folder for folder in self._folders for run in self._runs.values() if _is_below(run.folder, folder)
+            }
+            waiting = [sanitize(folder) for folder in self._folders if folder not in has_run]
+            return {"runs": rows, "more": len(listed) - len(rows), "waiting": waiting}
+
+    def details(self, key: str) -> dict[str, Any] | None:
+        """Return everything about a run by its id; None if there is no such run (any more)."""
+        with self._lock:
+            self._update()
+            run = self._runs.get(key)
+            return None if run is None else {"id": key, "name": self._name(run.folder), **run.details()}
+
+    def _update(self) -> None:
+        now = time.monotonic()
+        if now < self._next_update:
+            return
+        if now >= self._next_search:
+            found = dict.fromkeys(path for folder in self._folders for path in run_folders(folder))
+            known = {run.folder: (key, run) for key, run in self._runs.items()}
+            entries = [known.get(path) or (identity(os.fsencode(path))[:16], LiveRun(path)) for path in found]
+            self._runs = dict(entries)
+            self._next_search = time.monotonic() + (time.monotonic() - now) / _SEARCH_SHARE
+        for run in self._runs.values():
+            run.update()
+        self._next_update = time.monotonic() + _PAUSE
+
+    def _name(self, folder: Path) -> str:
+        """Return the path from the only watched folder, or the path below all of them."""
+        if len(self._folders) == 1 and folder != self._folders[0]:
+            return sanitize(folder.relative_to(self._folders[0]))
+        return sanitize(folder)
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    return path == folder or folder in path.parents
