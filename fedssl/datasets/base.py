@@ -14,7 +14,7 @@ with the same source split share one object, so that nothing is decoded twice.
 import logging
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from fedssl.config.constraints import check_arguments
 from fedssl.config.settings import DataSettings, check_channels
 from fedssl.datasets.held_out import domain_rows
 from fedssl.datasets.holdout import NO_LABEL
+from fedssl.datasets.image_index import ImageIndex, columns_at
 from fedssl.datasets.images import ImageSource
 from fedssl.datasets.raster import MAXIMA
 from fedssl.datasets.sample_checks import constant_warnings
@@ -30,9 +31,6 @@ from fedssl.datasets.selected_images import SelectedImages
 from fedssl.errors import InputError
 from fedssl.safe_io import sanitize
 from fedssl.seeding import numpy_generator
-
-if TYPE_CHECKING:
-    from fedssl.datasets.image_index import ImageIndex
 
 Split = Literal["federated", "train", "test"]
 
@@ -53,7 +51,7 @@ class ImageData:
     owner_names: tuple[str, ...] = ()  # ``owner_names[owner]``; empty if unknown
     groups: torch.Tensor | None = None  # int64, ``(n,)``, such as patients, scenes or videos; None if unknown
     warnings: tuple[str, ...] = ()  # such as unreadable files; logged by every process that loads the images
-    origin: "tuple[ImageIndex, np.ndarray] | None" = None  # what was read, and the rows of its images; None if unknown
+    origin: tuple[ImageIndex, np.ndarray] | None = None  # what was read, and the rows of its images; None if unknown
 
 
 def load_split(data: DataSettings, split: Split) -> ImageData | None:
@@ -124,12 +122,12 @@ def _read_domains(data: DataSettings, source: str, is_test: bool) -> ImageData |
 
 def select(image_data: ImageData, rows: torch.Tensor) -> ImageData:
     """Return some of the images, which are not copied."""
-    columns = (image_data.labels, image_data.owners, image_data.groups)
-    labels, owners, groups = (None if column is None else column[rows] for column in columns)
-    labels = None if labels is None or (labels == NO_LABEL).all() else labels
+    columns = columns_at(image_data, rows)
+    if columns["labels"] is not None and (columns["labels"] == NO_LABEL).all():
+        columns["labels"] = None
     origin = None if image_data.origin is None else (image_data.origin[0], image_data.origin[1][rows.numpy()])
     images = SelectedImages(image_data.images, rows)
-    return replace(image_data, images=images, labels=labels, owners=owners, groups=groups, origin=origin)
+    return replace(image_data, images=images, origin=origin, **columns)
 
 
 @lru_cache(maxsize=4)

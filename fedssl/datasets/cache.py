@@ -20,7 +20,7 @@ import torch
 from fedssl.config.literal import user_path
 from fedssl.datasets.base import ImageData
 from fedssl.datasets.decoding import VERSION
-from fedssl.datasets.image_index import ImageIndex, file_line
+from fedssl.datasets.image_index import ImageIndex, columns_at, file_line
 from fedssl.datasets.images import ImageSource
 from fedssl.datasets.sample_checks import range_warnings
 from fedssl.datasets.storage import Storage
@@ -50,9 +50,15 @@ def read_images(index: ImageIndex, *, cache: str | None, storage: str) -> ImageD
     readable = stored.readable
     warnings = index.warnings + index.unreadable_warnings(stored.unreadable)
     warnings += range_warnings(index.sample(readable), index.decoding)
-    columns = (index.labels, index.owners, index.groups)
-    labels, owners, groups = (None if column is None else torch.from_numpy(column[readable]) for column in columns)
-    return ImageData(source, labels, index.classes, owners, index.owner_names, groups, warnings, (index, readable))
+    found = {name: column for name, column in columns_at(index, readable).items() if column is not None}
+    return ImageData(
+        source,
+        **{"labels": None, **{name: torch.from_numpy(column) for name, column in found.items()}},
+        classes=index.classes,
+        owner_names=index.owner_names,
+        warnings=warnings,
+        origin=(index, readable),
+    )
 
 
 def _read(index: ImageIndex, *, cache: str | None, storage: str) -> tuple[ImageSource, Storage]:

@@ -36,6 +36,12 @@ class Place(NamedTuple):
         return f"{self.file}[{self.part}]" if self.part else str(self.file)
 
 
+def columns_at(images: Any, rows: Any) -> dict[str, Any]:
+    """Return the values at ``rows`` of the columns that images have, by name; None for those that they lack."""
+    columns = {name: vars(images)[name] for name in ("labels", "owners", "groups") if name in vars(images)}
+    return {name: None if column is None else column[rows] for name, column in columns.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Query:
     """The images to read; see `fedssl.datasets.folder.read`."""
@@ -76,10 +82,7 @@ class ImageIndex(ABC):
 
     def at(self, rows: np.ndarray) -> Self:
         """Return the index of the images at ``rows``."""
-        labels, owners, groups = (
-            None if column is None else column[rows] for column in (self.labels, self.owners, self.groups)
-        )
-        return replace(self, count=len(rows), labels=labels, owners=owners, groups=groups)
+        return replace(self, count=len(rows), **columns_at(self, rows))
 
     @property
     def present_groups(self) -> set[str]:

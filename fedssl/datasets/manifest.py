@@ -34,12 +34,9 @@ def names_image(text: str) -> bool:
 
 @lru_cache(maxsize=4)
 def _table(file: Path, _modified: int) -> pa.Table:
-    text = _decoded(read_bytes(file, max_bytes=MAX_LINES_BYTES)).lstrip()
     if file.suffix.lower() == ".jsonl":
-        return json.read_json(pa.BufferReader(text.encode()))
-    text = re.sub(r"\Asep=.\s+", "", text)  # of Excel
-    first = re.sub(r'"[^"]*"', "", text.partition("\n")[0])
-    delimiter = max(",;\t|", key=first.count)
+        return json.read_json(pa.BufferReader(_decoded(file).encode()))
+    text, delimiter = csv_text(file)
     table = csv.read_csv(
         pa.BufferReader(text.encode()),
         parse_options=csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
@@ -53,11 +50,19 @@ def _table(file: Path, _modified: int) -> pa.Table:
     return table.rename_columns(names)
 
 
-def _decoded(content: bytes) -> str:
+def csv_text(file: Path) -> tuple[str, str]:
+    """Return the text of a file from its first line on, and what separates its columns."""
+    text = re.sub(r"\Asep=.\s+", "", _decoded(file))  # of Excel
+    first = re.sub(r'"[^"]*"', "", text.partition("\n")[0])
+    return text, max(",;\t|", key=first.count)
+
+
+def _decoded(file: Path) -> str:
     """Return text in UTF-8, or as Excel saves it: in UTF-16 or Windows' code page of Western Europe."""
+    content = read_bytes(file, max_bytes=MAX_LINES_BYTES)
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return content.decode("utf-16", errors="replace")
+        return content.decode("utf-16", errors="replace").lstrip()
     try:
-        return content.decode("utf-8-sig")
+        return content.decode("utf-8-sig").lstrip()
     except UnicodeDecodeError:
-        return content.decode("cp1252", errors="replace")
+        return content.decode("cp1252", errors="replace").lstrip()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedssl.config.settings import DataSettings
 from fedssl.datasets.base import Split, load_split, source_split
 from fedssl.datasets.holdout import NO_LABEL
-from fedssl.datasets.image_index import ImageIndex
+from fedssl.datasets.image_index import ImageIndex, columns_at
 from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError, shortened
 from fedssl.evaluation.features import Features, extract, pixels
@@ -49,9 +49,7 @@ class LabeledImages:
     def subset(self, rows: Tensor) -> "LabeledImages":
         """Return the images at ``rows``, int64, with their labels."""
         origin = None if self.origin is None else (self.origin[0], self.origin[1][rows.numpy()])
-        owners = None if self.owners is None else self.owners[rows]
-        images, labels = self.images.subset(rows), self.labels[rows]
-        return replace(self, images=images, labels=labels, owners=owners, origin=origin)
+        return replace(self, images=self.images.subset(rows), origin=origin, **columns_at(self, rows))
 
     def domains(self) -> dict[str, Tensor]:
         """Return the rows of each domain by its name, if there are several and at most `MAX_DOMAINS`."""

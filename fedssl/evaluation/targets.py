@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from fedssl.config.literal import user_path
-from fedssl.datasets.listing import log_once
+from fedssl.datasets.listing import is_file, log_once
+from fedssl.datasets.manifest import csv_text
 from fedssl.errors import InputError, shortened
 from fedssl.evaluation.protocol import EvaluationInput, LabeledImages
-from fedssl.safe_io import read_text, sanitize
+from fedssl.safe_io import sanitize
 
-_MAX_CSV_BYTES = 2**30
 _REMEDY = "name other columns with evaluation.columns=[NAME,...]"
 _BOOLS = {"true": 1.0, "false": 0.0}
 
@@ -165,16 +165,22 @@ def _read_csv(
     file: Path, splits: Sequence[LabeledImages], columns: Sequence[str] | None
 ) -> dict[str, list[Sequence[Any]]]:
     """Return columns of a CSV file for each split, None for images that it does not have."""
-    text = read_text(file, max_bytes=_MAX_CSV_BYTES)
-    if text is None:
+    if not is_file(file):
         raise InputError(f"evaluation.file={file} does not exist; give a CSV file with the targets of the images")
-    reader = csv.DictReader(io.StringIO(text.removeprefix("\ufeff")))
-    key, *others = reader.fieldnames or [""]
+    text, delimiter = csv_text(file)
+    try:
+        header, *lines = list(filter(None, csv.reader(io.StringIO(text), delimiter=delimiter))) or [[""]]
+    except csv.Error as error:
+        raise InputError(f"{file} is no CSV file ({error}); give one with the targets of the images") from error
+    others = [name.strip() for name in header[1:]]
+    for row in lines:
+        if len(row) != len(header):
+            line = f"{file}: the row of {row[0][:80]} has {len(row)} values for {len(header)} columns; correct it"
+            raise InputError(sanitize(line))
     missing = [name for name in columns or () if name not in others]
     if missing or not others:
         raise InputError(sanitize(f"{file} has no column {shortened(missing)} after the first; it has {others}"))
-    rows = list(reader)
-    table = _by_image(file, [(row[key] or "").strip() for row in rows], splits)
+    table = _by_image(file, [row[0].strip() for row in lines], splits)
     found = [[table.get(name) for name in _files(split)] for split in splits]
     for split, numbers in zip(("training", "test"), found, strict=True):
         unknown = numbers.count(None)
@@ -185,7 +191,7 @@ def _read_csv(
         if unknown:
             log_once(logging.WARNING, f"{file} has no row for {unknown} of {len(numbers)} {split} images: not used")
     return {
-        name: [[None if row is None else rows[row][name] for row in numbers] for numbers in found]
+        name: [[None if row is None else lines[row][1 + others.index(name)] for row in numbers] for numbers in found]
         for name in columns or others
     }
 

@@ -40,7 +40,15 @@ def _relu(x: Tensor, inplace: bool = False) -> Tensor:
     return x if inplace else torch.empty(x.shape)
 
 
-def _conv2d(x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> Tensor:
+def _conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
     if isinstance(padding, str):
         return torch.conv2d(x, weight, bias, stride, padding, dilation, groups)
     return _slide(x, weight.shape[2:], stride, padding, dilation, channels=len(weight))

@@ -22,8 +22,9 @@ NAMES += ["imagenet100", "mini_imagenet"]
 
 def node_of(name: str, **changes: object) -> DictConfig:
     settings = OmegaConf.load(CONF / f"{name}.yaml")
-    settings.pop("defaults", None)  # Hydra's own key
-    return OmegaConf.merge(settings, changes)
+    is_derived = "folder" in settings.pop("defaults", ())  # Hydra's own key
+    bases = [OmegaConf.load(CONF / "folder.yaml")] if is_derived else []
+    return OmegaConf.merge(*bases, settings, changes)
 
 
 def settings_of(name: str, **changes: object) -> DataSettings:

@@ -93,6 +93,7 @@ def test_csv_files_name_images_by_path_or_by_name(tmp_path: Path):
     np.testing.assert_array_equal(result.test, [[3, 30]])
     assert result.names == ("x", "y")
     assert read_csv(tmp_path, by_path, columns=["y"]).names == ("y",)
+    assert read_csv(tmp_path, by_path.replace(",", ";")).names == ("x", "y")
     with pytest.raises(InputError, match=r"several images have the names a.png of .*t.csv; give paths from its folder"):
         read_csv(tmp_path, "file,x\na.png,1\nb.png,2\n")
     (tmp_path / "test/a.png").rename(tmp_path / "test/c.png")
@@ -108,6 +109,8 @@ def test_csv_files_name_images_by_path_or_by_name(tmp_path: Path):
         ("file,x\ntrain/a.png,1\n", ["z"], r"has no column z after the first; it has \['x'\]"),
         ("file\ntrain/a.png\n", None, "has no column"),
         ("", None, "has no column"),
+        ("file,x\ntrain/a.png,1,5\n", None, "the row of train/a.png has 3 values for 2 columns"),
+        ('file,x\n"train/a.png,1\n' + "x" * 2**18, None, "is no CSV file"),
         ("file,x\ntrain/a.png,inf\ntest/a.png,1\n", None, "x have 1 infinite values"),
     ],
 )
