@@ -194,8 +194,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_taken(arrived, wire_dty
     tracemalloc.start()
     with pytest.raises(ValueError, match=reason):
         unpack(arrived, wire_dtype)
-    assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
+    assert peak < 4_000_000  # lists in lists before Python 3.14 reports a recursion
 
 
 lines = st.lists(
