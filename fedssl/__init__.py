@@ -1,10 +1,27 @@
-"""Federated self-supervised learning: the learning library, independent of servers and clients."""
+"""Federated self-supervised learning: the learning library, independent of servers and clients.
+
+import fedssl
+
+run = fedssl.run(strategy="l_dawa", dataset="folder", path="photos", rounds=20)
+run.metrics, run.plot(), run.encoder
+"""
+
+from typing import Any
+
+from fedssl.lazy import lazy_names
+
+__all__, _get, __dir__ = lazy_names(
+    __name__,
+    dict.fromkeys(("Composed", "Run", "compose", "load", "run"), "fedssl.api")
+    | dict.fromkeys(("InputError", "RunError"), "fedssl.errors")
+    | {name: f"fedssl.{name}" for name in ("encoders", "evaluation", "losses", "partition")},
+)
 
 
-def __getattr__(name: str) -> str:
-    """Return ``__version__``, that of the clone with this file, or else of the installed package."""
+def __getattr__(name: str) -> Any:
+    """Import a public name; ``__version__`` is that of the clone with this file, or else of the installed package."""
     if name != "__version__":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _get(name)
     import tomllib
     from importlib.metadata import version
     from pathlib import Path

@@ -53,6 +53,9 @@ fedssl_watch = partial(_main, "fedssl-watch", "fedssl.watch.cli")
 fedssl_fleet = partial(_main, "fedssl-fleet", "fedssl.fleet.cli")
 fedssl_device = partial(_main, "fedssl-device", "fedssl.fleet.device_cli")
 
+# What `fedssl.run` and `fedssl.compose` call.
+RUN_MODULE, SERVER_MODULE = "simulation.run", "server_app.flower_strategy"
+
 
 def prepare_streams() -> None:
     """Replace closed standard streams by the null device, and characters that the encoding of a stream lacks.
@@ -113,14 +116,14 @@ def run_command(name: str, command: Callable[[], int | None]) -> int:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        shown = _shown(error)
+        shown = shown_error(error)
         if isinstance(shown, InputError | RunError):
             return _print_error(f"{name}: {shown}", status=2 if isinstance(shown, InputError) else 1)
         raise
     return status or 0
 
 
-def _shown(error: Exception) -> Exception | None:
+def shown_error(error: Exception) -> Exception | None:
     """Return the error with one sentence for what the machine lacks; others unchanged."""
     if isinstance(error, OSError):
         return error_of_path(error)

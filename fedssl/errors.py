@@ -1,7 +1,7 @@
 """Exceptions whose messages are shown to users, and parts of their messages."""
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 # Errors of a disk that cannot be written any more.
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -37,6 +37,14 @@ class RunError(RuntimeError):
 
     The command line prints it without a traceback and exits with status 1.
     """
+
+
+class RunStopped(KeyboardInterrupt):
+    """Interrupt of a run after ``rounds`` rounds; ``overrides`` continue it."""
+
+    def __init__(self, message: str, *, rounds: int, overrides: Sequence[str]) -> None:
+        super().__init__(message)
+        self.rounds, self.overrides = rounds, overrides
 
 
 class RequestRefused(InputError):

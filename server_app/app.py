@@ -65,7 +65,7 @@ def main(grid: Grid, context: Context) -> None:
 
     try:
         with log_to_console() as records:
-            settings = load_run_config(grid, context.run_config)
+            settings = load_for_federation(grid, overrides_of(context.run_config))
             components = build_new(grid, settings)
         if settings.recording.folder is None:
             components = components.in_folder(new_run_folder())
@@ -89,9 +89,8 @@ def without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
-def load_run_config(grid: Grid, run_config: RunConfig) -> Settings:
-    """Return the settings of a run config; the federation defines the number of clients if no override does."""
-    overrides = overrides_of(run_config)
+def load_for_federation(grid: Grid, overrides: Sequence[str]) -> Settings:
+    """Return the settings of overrides; the federation defines the number of clients if no override does."""
     settings = load_settings(overrides)
     if not SETS_NUM_CLIENTS & {override.key_or_group for override in parse(overrides)}:
         size = federation_size(grid, timeout=settings.reply_timeout)

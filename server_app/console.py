@@ -15,9 +15,10 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -30,6 +31,7 @@ from fedssl.safe_io import sanitize
 
 log = logging.getLogger("fedssl")
 
+IS_ROUND = "is_round"  # attribute of the log records of rounds
 WAITING_INTERVAL = 30.0  # seconds between two warnings of a wait
 _MAX_RECORDS = 10_000  # of the log before a run folder exists
 _PER_SECOND = 2  # refresh rate of the bar
@@ -95,6 +97,16 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
+def described(snapshot: ProgressSnapshot, results: str) -> tuple[str, str]:
+    """Return the latest results, by default ``results`` of an earlier round, and the text for a bar with them."""
+    if snapshot.evaluation:
+        results = f"{'  '.join(snapshot.results)} (round {snapshot.round})"
+    loss = "" if snapshot.loss is None else f"loss {snapshot.loss:.3f}"
+    last = snapshot.round == snapshot.rounds
+    parts = ("last evaluation" if last else snapshot.eta, loss, sanitize(results))
+    return results, "  ".join(part for part in parts if part)
+
+
 class PlainConsole:
     """Console with log lines only."""
 
@@ -153,15 +165,47 @@ class ProgressBar(PlainConsole):
         self._bar.update(self._task, completed=round)
 
     def show(self, snapshot: ProgressSnapshot) -> None:
-        if snapshot.evaluation:
-            self._results = f"{'  '.join(snapshot.results)} (round {snapshot.round})"
-        loss = "" if snapshot.loss is None else f"loss {snapshot.loss:.3f}"
-        last = snapshot.round == snapshot.rounds
-        parts = ("last evaluation" if last else snapshot.eta, loss, sanitize(self._results))
-        self._bar.update(self._task, completed=snapshot.round, description="  ".join(part for part in parts if part))
+        self._results, text = described(snapshot, self._results)
+        self._bar.update(self._task, completed=snapshot.round, description=text)
 
     def close(self) -> None:
         self._bar.stop()
+
+
+class NotebookProgress(PlainConsole):
+    """Console of a notebook: one line of output that is updated, below log lines other than those of rounds."""
+
+    def __init__(self) -> None:
+        self._results = ""
+        self._display: Any = None
+
+    def handler(self) -> logging.Handler:
+        handler = super().handler()
+        handler.addFilter(lambda record: IS_ROUND not in vars(record))
+        return handler
+
+    def open(self, rounds: int) -> None:
+        from IPython.display import display  # of the notebook
+
+        self._display = display(_Progress(0, rounds, "preparing"), display_id=True)
+
+    def show(self, snapshot: ProgressSnapshot) -> None:
+        self._results, text = described(snapshot, self._results)
+        self._display.update(_Progress(snapshot.round, snapshot.rounds, text))
+
+
+class _Progress(NamedTuple):
+    """Progress of a run in rounds, as text and as HTML."""
+
+    round: int
+    rounds: int
+    text: str
+
+    def __repr__(self) -> str:
+        return f"{self.round}/{self.rounds}  {self.text}"
+
+    def _repr_html_(self) -> str:
+        return f'<progress value="{self.round}" max="{self.rounds}"></progress> {escape(repr(self))}'
 
 
 class _LogAboveBar(logging.Handler):
@@ -177,15 +221,23 @@ class _LogAboveBar(logging.Handler):
 
 
 def make_screen(*, terminal: bool) -> PlainConsole:
-    """Return a progress bar if standard output is a terminal with a cursor and Unicode, else a plain console.
+    """Return a progress bar in a notebook or a terminal with a cursor and Unicode, else a plain console.
 
     ``terminal=False`` if the output is forwarded.
     """
+    if _in_notebook():
+        return NotebookProgress()
     if not terminal or not sys.stdout.isatty() or os.environ.get("CI"):
         return PlainConsole()
     console = Console(file=sys.stdout)
     can_draw = console.is_terminal and not console.is_dumb_terminal and not console.options.ascii_only
     return ProgressBar(console) if can_draw else PlainConsole()
+
+
+def _in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook, as tqdm detects it."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return shell is not None and "IPKernelApp" in shell.config
 
 
 @contextmanager

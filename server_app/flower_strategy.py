@@ -1,16 +1,19 @@
-"""Adapter of a fedssl strategy to Flower's `Strategy`, for a custom ServerApp: ``FlowerStrategy(context).start(...)``.
+"""Adapter of a fedssl strategy to Flower's `Strategy`, for a custom ServerApp, see `fedssl.compose`.
 
 The ServerApp of fedssl runs the same rounds itself, because it also resumes, evaluates and records them.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
+from fedssl.api import ServerParts
 from fedssl.wire.records import arrays_to_record
+from server_app.app import load_for_federation
+from server_app.build import build_run
 from server_app.exchanges.base import in_client_order
 from server_app.federation import Federation
 from server_app.round import Round
@@ -18,6 +21,14 @@ from server_app.updates import RoundResult
 from strategies.types import ServerState
 
 log = logging.getLogger("fedssl")
+
+
+def server_parts(grid: Grid, overrides: Sequence[str]) -> ServerParts:
+    """Return what a ServerApp needs for a run with these overrides."""
+    settings = load_for_federation(grid, overrides)
+    federation = build_run(grid, settings).federation
+    start = arrays_to_record(federation.context.initial_model().layers)
+    return ServerParts(FlowerStrategy(federation), start, settings.rounds)
 
 
 class FlowerStrategy(Strategy):

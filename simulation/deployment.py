@@ -56,8 +56,11 @@ def validate(settings: Settings) -> None:
         log.disabled = False
 
 
-def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> None:
-    """Submit a run, print its log, and print where its results are. Ctrl-C stops the run."""
+def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> Path | None:
+    """Submit a run, print its log, and return the run folder; None if it is on another machine. Ctrl-C stops the run.
+
+    Where the results are is printed.
+    """
     if not (APP / "pyproject.toml").is_file():
         raise InputError(
             "engine=deployment submits the app from a clone of its repository, which this installation is not; install "
@@ -79,9 +82,13 @@ def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> None:
         except KeyboardInterrupt:
             run.stop()
             raise
-    if run.report.run_folder:
-        print(_run_folder_message(run.report.run_folder, engine), flush=True)
+    folder = None if run.report.run_folder is None else Path(run.report.run_folder)
+    is_here = folder is not None and _is_run_folder(folder)
+    if folder is not None:
+        where = "" if is_here else f" on the machine of the SuperLink {engine.address}; copy it from there"
+        print(f"the run folder is {folder}{where}", flush=True)
     _raise_on_failure(status, run)
+    return folder if is_here else None
 
 
 class _Run:
@@ -154,8 +161,7 @@ def _raise_on_failure(status: control_internals.RunStatus, run: _Run) -> None:
     raise RunError(f"run {run.id} {outcome}; continue with {run.resume_command}")
 
 
-def _run_folder_message(folder: str, engine: EngineSettings) -> str:
+def _is_run_folder(folder: Path) -> bool:
     with suppress(OSError):  # no permission
-        if (Path(folder) / "config.yaml").is_file():
-            return f"the run folder is {folder}"
-    return f"the run folder is {folder} on the machine of the SuperLink {engine.address}; copy it from there"
+        return (folder / "config.yaml").is_file()
+    return False

@@ -14,9 +14,9 @@ from fedssl.atomic_files import make_output_folder, new_run_folder
 from fedssl.config.literal import user_path
 from fedssl.config.load import compose, load_settings
 from fedssl.config.overrides import parse
-from fedssl.config.saved_run import resume_command
+from fedssl.config.saved_run import resume_command, resume_overrides
 from fedssl.config.settings import MachineSettings, Settings
-from fedssl.errors import InputError, RunError
+from fedssl.errors import InputError, RunError, RunStopped
 from fedssl.runs.run import is_locked, read_summary
 from simulation.resources import EngineChoice, check_local_resources, choose_on_cpus, choose_on_gpus, server_on_gpus
 
@@ -26,16 +26,24 @@ if TYPE_CHECKING:  # a slow import
 DATASETS = ("dataset", "calibration.dataset")
 
 
-def run(overrides: Sequence[str]) -> None:
-    """Run on the engine of the settings."""
-    settings = compose(overrides) if _is_remote_resume(overrides) else load_settings(overrides)
+def run(overrides: Sequence[str]) -> Path | None:
+    """Run on the engine of the settings, and return the run folder; None if it is on another machine."""
+    return run_settings(settings_of(overrides), overrides)
+
+
+def settings_of(overrides: Sequence[str]) -> Settings:
+    """Return the settings of a new or resumed run."""
+    return compose(overrides) if _is_remote_resume(overrides) else load_settings(overrides)
+
+
+def run_settings(settings: Settings, overrides: Sequence[str]) -> Path | None:
+    """Run with the settings of the overrides, see `run`."""
     if settings.engine.name == "deployment":
         from simulation.deployment import run_deployment, validate
 
         if not settings.recording.resumed:
             validate(settings)
-        run_deployment(overrides, engine=settings.engine)
-        return
+        return run_deployment(overrides, engine=settings.engine)
     check_local_resources(settings)
     built = _build(settings)
     chosen = settings.recording.folder
@@ -59,7 +67,9 @@ def run(overrides: Sequence[str]) -> None:
                 with suppress(OSError):  # it is not empty
                     folder.rmdir()
             raise
-        raise KeyboardInterrupt(f" after round {done}; continue with: {resume_command(folder)}") from stop
+        message = f" after round {done}; continue with: {resume_command(folder)}"
+        raise RunStopped(message, rounds=done, overrides=resume_overrides(folder)) from stop
+    return folder
 
 
 def _is_removable(folder: Path, *, rejected: bool) -> bool:

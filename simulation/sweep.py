@@ -31,7 +31,7 @@ from fedssl.runs.run import LOCK_FILE, acquire_lock, is_locked, read_run, read_s
 from fedssl.safe_io import checksum_line, corrupt_file_error, read_yaml, sanitize
 from simulation.sweep_progress import SweepProgress
 
-Runner = Callable[[Sequence[str]], None]  # runs or resumes a run with these overrides
+Runner = Callable[[Sequence[str]], object]  # runs or resumes a run with these overrides
 
 STATE_FILE = "sweep.yaml"
 FOLDER_KEY = "hydra.sweep.dir"

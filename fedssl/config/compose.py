@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.config.constraint_table import CONSTRAINTS
 from fedssl.config.constraints import constraint_of, group_of
-from fedssl.config.hydra_internals import ChoiceSweep, Override, apply_overrides
+from fedssl.config.hydra_internals import ChoiceSweep, Override, apply_overrides, initialized_hydra
 from fedssl.config.literal import user_path
 from fedssl.config.overrides import CONF, check_choices, choices_with, config_groups, parse, suggest_setting
 from fedssl.config.settings import statistic_of_channels
@@ -236,8 +234,7 @@ def _local_choice(group: str, name: str) -> bytes | None:
 
 
 def _hydra_composed(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+    with initialized_hydra(str(CONF)):
         config = hydra_compose("config", overrides=list(overrides), return_hydra_config=True)
     choices = {str(group): str(name) for group, name in config.hydra.runtime.choices.items() if name}
     with open_dict(config):
@@ -248,9 +245,8 @@ def _hydra_composed(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str
 def hydra_value(overrides: Sequence[str], key: str) -> Any:
     """Return a setting of Hydra itself, e.g. ``sweep.dir``; only its own overrides and the experiment matter."""
     chosen = [override for override in overrides if override.startswith(("hydra", "experiment="))]
-    GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        with initialized_hydra(str(CONF)):
             return OmegaConf.select(hydra_compose("config", overrides=chosen, return_hydra_config=True).hydra, key)
     except MissingConfigException as error:
         plugin = next((o for o in chosen if o.startswith(("hydra/launcher=", "hydra/sweeper="))), "a plugin of Hydra")

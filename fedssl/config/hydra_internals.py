@@ -4,14 +4,16 @@ import copy
 import functools
 import itertools
 from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 from unittest.mock import patch
 
-from hydra import version
+from hydra import initialize_config_dir, version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import _run_hydra, get_args_parser
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, OverrideType
 from hydra.types import TaskFunction
@@ -26,10 +28,23 @@ __all__ = [
     "Override",
     "apply_overrides",
     "expand_sweep",
+    "initialized_hydra",
     "parse_overrides",
     "run_main",
     "split_arguments",
 ]
+
+
+@contextmanager
+def initialized_hydra(config_dir: str) -> Iterator[None]:
+    """Initialize Hydra in a block, and restore what the user's program has initialized."""
+    of_user = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=config_dir):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = of_user
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:

@@ -18,6 +18,7 @@ from fedssl.config.hydra_internals import ChoiceSweep, Glob, IntervalSweep, Over
 from fedssl.errors import InputError
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
+_KEYWORDS = ("null", "true", "false", "inf", "nan")  # of Hydra's grammar
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
@@ -76,7 +77,8 @@ def to_text(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(to_text, value))}]"
     if isinstance(value, str):
-        return value if re.fullmatch(r"[A-Za-z_]\w*", value) else quote_value(value)
+        plain = re.fullmatch(r"[A-Za-z_]\w*", value) and value.lower() not in _KEYWORDS
+        return value if plain else quote_value(value)
     return {None: "null", True: "true", False: "false"}[value] if isinstance(value, bool | NoneType) else repr(value)
 
 

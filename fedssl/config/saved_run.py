@@ -60,13 +60,18 @@ def check_saved_overrides(overrides: Sequence[str], file: Path) -> None:
 
 
 def resume_command(folder: Path) -> str:
-    """Return the shell command that continues the user's own run, with settings that are accepted only from there."""
+    """Return the shell command that continues the user's own run."""
+    return shell_command(resume_overrides(folder))
+
+
+def resume_overrides(folder: Path) -> list[str]:
+    """Return the overrides that continue the user's own run, with settings that are accepted only from there."""
     file = folder / "overrides.yaml"
     try:
         outside = [override for override in read_overrides(file) or () if _escapes_run_folder(override, file)]
     except InputError:  # the command reports the damaged file
         outside = []
-    return shell_command([*outside, f"resume={quote_value(str(folder))}"])
+    return [*outside, f"resume={quote_value(str(folder))}"]
 
 
 def _escapes_run_folder(text: str, file: Path) -> bool:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hydra.errors import HydraException
@@ -47,6 +47,15 @@ USAGE = (
 )
 
 
+class Evaluation(NamedTuple):
+    """Results of an encoder, why others are missing, the name of the data set, and the file."""
+
+    results: Mapping[str, Score]
+    left_out: str
+    dataset: str
+    file: Path
+
+
 def main() -> int:
     """Entry point; returns the exit status, see `run_command`."""
     return run_with_overrides("fedssl-evaluate", USAGE, run)
@@ -54,6 +63,14 @@ def main() -> int:
 
 def run(overrides: Sequence[str]) -> str:
     """Evaluate an encoder by the overrides, write the JSON file, and return the text to print."""
+    results, left_out, name, report = evaluate_encoder(overrides)
+    return "\n".join(
+        [format_table({name: results}), *_tables_of_parts(results), *filter(None, [left_out]), f"written to {report}"]
+    )
+
+
+def evaluate_encoder(overrides: Sequence[str]) -> Evaluation:
+    """Evaluate an encoder by the overrides, and write the JSON file."""
     values = dict(override.partition("=")[::2] for override in overrides)
     source = {key: str(path_of(value)) for key, value in values.items() if key in ("run", "encoder")}
     others = [override for override in overrides if override.partition("=")[0] not in source]
@@ -92,9 +109,7 @@ def run(overrides: Sequence[str]) -> str:
         write_text(report, json.dumps(content, indent=2) + "\n")
     except (OSError, ValueError) as error:  # the data set's name may be an invalid file name
         raise InputError(f"{report} cannot be written ({error}); make its folder writable") from error
-    return "\n".join(
-        [format_table({name: results}), *_tables_of_parts(results), *filter(None, [left_out]), f"written to {report}"]
-    )
+    return Evaluation(results, left_out, name, report)
 
 
 def _tables_of_parts(results: Mapping[str, Score]) -> list[str]:

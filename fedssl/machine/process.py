@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from inspect import unwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedssl.config.settings import MachineSettings
 from fedssl.machine.memory import iter_cgroups
@@ -130,6 +130,18 @@ def disable_dynamo_import() -> None:
     The import takes as long as that of torch itself, and 100 MB. Functions are marked as by
     `torch._compile._disable_dynamo` after the import, so that they are called directly.
     """
+    for function in _uncompiled_functions():
+        function.__dict__.setdefault("__dynamo_disable", function)
+
+
+def enable_dynamo_import() -> None:
+    """Undo `disable_dynamo_import`, for a program that compiles optimizers itself."""
+    for function in _uncompiled_functions():
+        if function.__dict__.get("__dynamo_disable") is function:
+            del function.__dict__["__dynamo_disable"]
+
+
+def _uncompiled_functions() -> Iterator[Any]:
     from torch.optim import Optimizer
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -137,7 +149,7 @@ def disable_dynamo_import() -> None:
         for method in vars(kind).values():
             function = getattr(method, "__wrapped__", None)
             if function is not None:
-                function.__dict__.setdefault("__dynamo_disable", function)
+                yield function
 
 
 def optimizer_step(optimizer: "Optimizer") -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from fedssl.errors import InputError, error_of_path
 from fedssl.plots.cka import plot_cka, plot_layer_cka
@@ -12,10 +12,13 @@ from fedssl.plots.embeddings import plot_sphere, plot_tsne
 from fedssl.plots.forgetting import plot_forgetting
 from fedssl.plots.landscape import plot_landscape
 from fedssl.plots.partition import plot_partition
-from fedssl.plots.style import PAPER_FORMATS, SCREEN_FORMATS, PlotData, save_figure
+from fedssl.plots.style import PAPER_FORMATS, SCREEN_FORMATS, PlotData, sanitize_texts, save_figure
 from fedssl.plots.swept import plot_heatmap, plot_sensitivity
 from fedssl.runs.loaded_run import LoadedRun, load_run_folder
 from fedssl.runs.run import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Plot(NamedTuple):
@@ -64,6 +67,26 @@ def write_plot(name: str, source: Source, folder: Path, *, formats: Sequence[str
     if data is None and kind.missing:
         raise InputError(kind.missing)
     return None if data is None else save_figure(data, folder, name, formats=formats)
+
+
+def draw_plots(run: Run, names: Sequence[str] = ()) -> dict[str, "Figure"]:
+    """Return plots of a run by name, by default the partition and those of its end; none without data.
+
+    A plot that is named needs data.
+    """
+    figures = {}
+    for name in names or ("partition", *FINAL_PLOTS):
+        if name not in PLOTS:
+            raise InputError(f"there is no figure {name!r}; choose from {', '.join(PLOTS)}")
+        kind = PLOTS[name]
+        sources = {"run": lambda: run.folder, "models": lambda: load_run_folder(run.folder, ()), "runs": lambda: [run]}
+        data = kind.plot(sources[kind.source]())
+        if data is None and names:
+            raise InputError(kind.missing or f"{run.folder} has no data for the figure {name}; leave it out")
+        if data is not None:
+            sanitize_texts(data.figure)
+            figures[name] = data.figure
+    return figures
 
 
 def write_final_plots(folder: Path) -> list[Path]:

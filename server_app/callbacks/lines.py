@@ -15,7 +15,7 @@ from fedssl.errors import DISK_ERRORS
 from fedssl.runs.manifest import LineFile
 from fedssl.step_cost import TrainingCostMeter
 from server_app.callbacks.base import Callback, RoundEnd
-from server_app.console import PlainConsole, ProgressSnapshot
+from server_app.console import IS_ROUND, PlainConsole, ProgressSnapshot
 from server_app.trackers.base import SafeTracker
 from server_app.updates import RoundResult
 from strategies.types import ServerState
@@ -89,7 +89,7 @@ class Progress(Callback):
         snapshot = ProgressSnapshot.of_line(
             end.line, end.evaluation, rounds=self._rounds, seconds_per_round=mean(self._seconds)
         )
-        log.info(snapshot.log_line)
+        log.info(snapshot.log_line, extra={IS_ROUND: True})
         self._screen.show(snapshot)
 
 

@@ -1,0 +1,260 @@
+"""Runs in a program or a notebook: `fedssl.run`, `fedssl.load` and `fedssl.compose`.
+
+They accept what the command ``fedssl`` accepts. Every invalid input raises `fedssl.InputError` with the sentence of the
+command; a run that fails raises `fedssl.RunError`. A run leaves nothing behind in the process, see
+`fedssl.machine.process_state`.
+"""
+
+import base64
+import io
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fedssl.command_line import RUN_MODULE, SERVER_MODULE, shown_error
+from fedssl.config.literal import user_path
+from fedssl.config.load import load_settings
+from fedssl.config.overrides import quote_value
+from fedssl.config.python_values import Value, to_overrides
+from fedssl.config.settings import Settings
+from fedssl.config.targets import expand_config_dir_flag, search_folders, user_encoder
+from fedssl.errors import InputError, RunError, RunStopped
+from fedssl.machine.process_state import restored_process, restored_torch
+from fedssl.runs.jsonl import read_jsonl
+from fedssl.runs.run import RUN_MARKERS, read_run, run_folders
+
+if TYPE_CHECKING:  # slow imports
+    import pandas
+    import torch
+    from flwr.app import ArrayRecord
+    from flwr.serverapp import Grid
+    from flwr.serverapp.strategy import Strategy
+    from matplotlib.figure import Figure
+
+PathLike = str | os.PathLike[str]
+
+
+def run(
+    *overrides: str,
+    path: PathLike | None = None,
+    config_dir: PathLike | Sequence[PathLike] = (),
+    **settings: Value,
+) -> "Run":
+    """Run a federation with all its clients on this machine, and return its results.
+
+    >>> run = fedssl.run(strategy="l_dawa", dataset="folder", path="photos", rounds=20)
+    >>> run = fedssl.run("partition.alpha=0.1", strategy="fedavg", optimizer__lr=0.03)
+
+    Two runs of one process, e.g. in threads, follow each other. An interrupted run is continued with
+    ``fedssl.run(resume=FOLDER)``.
+
+    Parameters
+    ----------
+    *overrides : str
+        Overrides as on the command line, such as ``"partition.alpha=0.1"``.
+    path : path, optional
+        Setting ``dataset.path``.
+    config_dir : path or sequence of paths
+        Folders with settings of your own components, as ``--config-dir``.
+    **settings
+        Settings by name, with two underscores in place of a dot: ``partition__alpha=0.1``. They come after
+        ``overrides``. A mapping sets several: ``partition={"alpha": 0.1}``.
+
+    Raises
+    ------
+    InputError
+        For every invalid setting, file or folder.
+    RunError
+        If the run fails.
+    """
+    with _as_sentence():
+        words = _words(overrides, path, config_dir, settings)
+        with restored_process():
+            simulation = import_module(RUN_MODULE)
+            of_run = simulation.settings_of(words)  # before torch is imported, which is slow
+            try:
+                with restored_torch():
+                    folder: Path | None = simulation.run_settings(of_run, words)
+            except RunStopped as stop:
+                again = ", ".join(map(repr, stop.overrides))
+                raise KeyboardInterrupt(f"after round {stop.rounds}; continue with fedssl.run({again})") from None
+        if folder is None:
+            raise RunError(
+                "the run folder is on another machine, see above; copy it from there, and open it with fedssl.load"
+            )
+        return Run(folder, config_dirs=search_folders(words))
+
+
+def load(folder: PathLike, *, config_dir: PathLike | Sequence[PathLike] = ()) -> "Run":
+    """Return the run in a folder, in any status. ``config_dir`` is as in `run`."""
+    with _as_sentence():
+        found = user_path(os.fspath(folder)).absolute()
+        if not any((found / name).is_file() for name in RUN_MARKERS):
+            runs = run_folders(found)
+            advice = f"; it has {len(runs)} runs, such as {runs[0]}" if runs else "; give the folder of a run"
+            raise InputError(f"{found} {'is not a run folder' if found.is_dir() else 'does not exist'}{advice}")
+        return Run(found, config_dirs=search_folders(_words((), None, config_dir, {})))
+
+
+def compose(
+    *overrides: str,
+    path: PathLike | None = None,
+    config_dir: PathLike | Sequence[PathLike] = (),
+    **settings: Value,
+) -> "Composed":
+    """Return the validated settings for arguments of `run`, with what a ServerApp of your own needs.
+
+    Examples
+    --------
+    >>> @app.main()
+    ... def main(grid, context):
+    ...     server = fedssl.compose(strategy="fedu", method="byol").server(grid)
+    ...     server.strategy.start(grid=grid, initial_arrays=server.initial_arrays, num_rounds=server.num_rounds)
+    """
+    with _as_sentence():
+        words = _words(overrides, path, config_dir, settings)
+        return Composed(load_settings(words), tuple(words))
+
+
+class ServerParts(NamedTuple):
+    """What Flower's loop needs. The strategy is bit-identical with `run`, without recording and checkpoints."""
+
+    strategy: "Strategy"
+    initial_arrays: "ArrayRecord"
+    num_rounds: int
+
+
+@dataclass(frozen=True)
+class Composed:
+    """Validated settings, and the overrides that they are composed of."""
+
+    settings: Settings
+    overrides: tuple[str, ...]
+
+    def server(self, grid: "Grid") -> ServerParts:
+        """Return the parts of a ServerApp whose nodes run ``client_app.app:app``.
+
+        Without ``num_clients`` there are as many clients as the federation has nodes.
+        """
+        with _as_sentence():
+            parts: ServerParts = import_module(SERVER_MODULE).server_parts(grid, self.overrides)
+            return parts
+
+
+class Figures(dict[str, "Figure"]):
+    """Figures of matplotlib by name, which a notebook displays."""
+
+    def _repr_html_(self) -> str:
+        images = []
+        for name, figure in self.items():
+            figure.savefig(stream := io.BytesIO(), format="png", dpi=100)
+            data = base64.b64encode(stream.getvalue()).decode()
+            images.append(f'<img alt="{escape(name)}" src="data:image/png;base64,{data}">')
+        return "<br>".join(images)
+
+
+class Run:
+    """A run and its results. Files are read when they are asked for, also while the run continues."""
+
+    def __init__(self, folder: Path, *, config_dirs: Sequence[Path] = ()) -> None:
+        self.path = folder
+        self._config_dirs = config_dirs
+
+    def __repr__(self) -> str:
+        found = read_run(self.path)
+        results = [f"{name} {score.text}" for name, score in found.latest_results.items()]
+        return f"<fedssl.Run {self.path}: {', '.join([found.state, found.progress, *results])}>"
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Content of ``summary.json``: status, final results, versions and more. Empty while the run continues."""
+        with _as_sentence():
+            return read_run(self.path).summary or {}
+
+    @property
+    def results(self) -> "pandas.DataFrame":
+        """Final results: a column for the federated and the untrained encoder and raw pixels, a row for each name."""
+        import pandas
+
+        return pandas.DataFrame(self.summary.get("final", {}))
+
+    @property
+    def metrics(self) -> "pandas.DataFrame":
+        """A row for each round: loss, cosines, bytes, seconds, and results such as ``evaluation.knn``."""
+        return self._table("metrics.jsonl").set_index("round")
+
+    @property
+    def clients(self) -> "pandas.DataFrame":
+        """A row for each client and round."""
+        return self._table("clients.jsonl")
+
+    def _table(self, name: str) -> "pandas.DataFrame":
+        import pandas
+
+        with _as_sentence():
+            lines = read_jsonl(self.path / name)
+        for line in lines:
+            line.pop("units", None)
+            if "dropped" in line:
+                line["dropped"] = len(line["dropped"])  # instead of a column for each client
+        return pandas.json_normalize(lines) if lines else pandas.DataFrame({"round": []})
+
+    def plot(self, *names: str) -> Figures:
+        """Return figures by name, by default those of the end of a run; ``fedssl-report --figures`` has all names."""
+        with _as_sentence(), restored_torch():
+            from fedssl.plots.registry import draw_plots
+
+            return Figures(draw_plots(read_run(self.path), names))
+
+    @cached_property
+    def encoder(self) -> "torch.nn.Module":
+        """The encoder in eval mode, a torch module with `preprocess`, see `fedssl.export.load_encoder`."""
+        with _as_sentence():
+            from fedssl.evaluation.cli import encoder_file
+            from fedssl.export import load_encoder, saved_target
+
+            file = encoder_file({"run": str(self.path)})
+            return load_encoder(file, build=user_encoder(saved_target(file), self._config_dirs))
+
+    def evaluate(self, *overrides: str, path: PathLike | None = None, **settings: Value) -> dict[str, float]:
+        """Evaluate the encoder as ``fedssl-evaluate`` does, e.g. ``run.evaluate(evaluation="linear", path="labeled")``.
+
+        Return each result, and its standard deviation under its name with suffix ``_std``.
+        """
+        with _as_sentence(), restored_torch():
+            from fedssl.evaluation.cli import evaluate_encoder
+            from fedssl.evaluation.scores import to_flat_dict
+
+            words = _words(overrides, path, self._config_dirs, settings)
+            return to_flat_dict(evaluate_encoder([f"run={quote_value(str(self.path))}", *words]).results)
+
+
+def _words(
+    overrides: Sequence[str],
+    path: PathLike | None,
+    config_dir: PathLike | Sequence[PathLike],
+    settings: dict[str, Value],
+) -> list[str]:
+    """Return the overrides of arguments as described in `run`."""
+    folders = [config_dir] if isinstance(config_dir, str | os.PathLike) else config_dir
+    flags = [word for folder in folders for word in ("--config-dir", os.fspath(folder))]
+    data = {} if path is None else {"dataset.path": path}
+    return expand_config_dir_flag([*flags, *to_overrides(overrides, {**data, **settings})])
+
+
+@contextmanager
+def _as_sentence() -> Iterator[None]:
+    """Translate errors of files and memory into one of ours."""
+    try:
+        yield
+    except Exception as error:
+        shown = shown_error(error)
+        if shown is None or shown is error:
+            raise
+        raise shown from error

@@ -1,0 +1,98 @@
+"""Run in a program of the user without changing its process: environment, logging, random numbers and so on.
+
+What stays are imported modules, and glibc's handling of freed memory (``keep_freed_memory=false`` leaves it unchanged).
+"""
+
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+_one_at_a_time = threading.RLock()
+
+# What imports have set once, in an earlier block. It is set again in each block.
+_environment: dict[str, str] = {}
+_filters: list[Any] = []
+
+
+@contextmanager
+def restored_process() -> Iterator[None]:
+    """Restore environment, working directory, signals, warnings, loggers and import path at the end of the block.
+
+    The blocks of several threads follow each other, because threads share all of these.
+    """
+    with _one_at_a_time, warnings.catch_warnings(), ExitStack() as stack:
+        stack.callback(os.chdir, Path.cwd())
+        stack.callback(_restore_environment, dict(os.environ))
+        stack.callback(_restore_filters, list(warnings.filters))
+        stack.callback(_restore_import_path, list(sys.path), Path.cwd())
+        if threading.current_thread() is threading.main_thread():  # which alone may set them
+            stack.callback(_restore_signals, {number: signal.getsignal(number) for number in signal.valid_signals()})
+        for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+            if isinstance(logger, logging.Logger):  # not the placeholder of a parent
+                state = (list(logger.handlers), logger.level, logger.propagate, logger.disabled)
+                stack.callback(_restore_logger, logger, *state)
+        os.environ.update(_environment | os.environ)
+        warnings.filters[:0] = [each for each in _filters if each not in warnings.filters]  # type: ignore[index]
+        yield
+
+
+def _restore_environment(before: dict[str, str]) -> None:
+    _environment.update({name: os.environ[name] for name in os.environ.keys() - before.keys()})
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
+def _restore_filters(before: list[Any]) -> None:
+    """Store the new filters. `warnings.catch_warnings` removes them."""
+    _filters[:] = [each for each in warnings.filters if each not in before]
+
+
+def _restore_import_path(before: list[str], folder: Path) -> None:
+    """Remove the working directory, which config directories add. Libraries need what they have added themselves."""
+    if str(folder) not in before and str(folder) in sys.path:
+        sys.path.remove(str(folder))
+
+
+def _restore_signals(before: dict[int, Any]) -> None:
+    for number, handler in before.items():
+        if handler is not None and signal.getsignal(number) != handler:  # None: not set by Python
+            signal.signal(number, handler)
+
+
+def _restore_logger(logger: logging.Logger, handlers: Any, level: int, propagate: bool, disabled: bool) -> None:
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+    logger.propagate, logger.disabled = propagate, disabled
+
+
+@contextmanager
+def restored_torch() -> Iterator[None]:
+    """Restore torch's threads and the generators of random numbers of Python, NumPy and torch. Imports torch."""
+    import numpy as np
+    import torch
+
+    from fedssl.machine.process import enable_dynamo_import
+
+    threads, generators = torch.get_num_threads(), (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    gpus = torch.cuda.is_initialized()  # else there is no state yet
+    device, gpu_generators = (torch.cuda.current_device(), torch.cuda.get_rng_state_all()) if gpus else (0, [])
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
+        torch.set_rng_state(generators[2])
+        enable_dynamo_import()
+        if gpus:
+            torch.cuda.set_device(device)
+            torch.cuda.set_rng_state_all(gpu_generators)
