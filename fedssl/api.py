@@ -15,7 +15,9 @@ from functools import cached_property
 from html import escape
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
+
+import numpy as np
 
 from fedssl.command_line import RUN_MODULE, SERVER_MODULE, shown_error
 from fedssl.config.literal import user_path
@@ -36,6 +38,8 @@ if TYPE_CHECKING:  # slow imports
     from flwr.serverapp import Grid
     from flwr.serverapp.strategy import Strategy
     from matplotlib.figure import Figure
+
+    from fedssl.embedding import Embeddings
 
 PathLike = str | os.PathLike[str]
 
@@ -199,11 +203,13 @@ class Run:
 
         with _as_sentence():
             lines = read_jsonl(self.path / name)
+        rows = []
         for line in lines:
-            line.pop("units", None)
-            if "dropped" in line:
-                line["dropped"] = len(line["dropped"])  # instead of a column for each client
-        return pandas.json_normalize(lines) if lines else pandas.DataFrame({"round": []})
+            row = {key: float("nan") if value is None else value for key, value in line.items() if key != "units"}
+            if "dropped" in row:
+                row["dropped"] = len(row["dropped"])  # instead of a column for each client
+            rows.append(row)
+        return pandas.json_normalize(rows) if rows else pandas.DataFrame({"round": []})
 
     def plot(self, *names: str) -> Figures:
         """Return figures by name, by default those of the end of a run; ``fedssl-report --figures`` has all names."""
@@ -221,6 +227,28 @@ class Run:
 
             file = encoder_file({"run": str(self.path)})
             return load_encoder(file, build=user_encoder(saved_target(file), self._config_dirs))
+
+    @overload
+    def embed(self, images: np.ndarray, *, device: str = "auto", skip_unreadable: bool = False) -> np.ndarray: ...
+
+    @overload
+    def embed(self, images: PathLike, *, device: str = "auto", skip_unreadable: bool = False) -> "Embeddings": ...
+
+    def embed(
+        self, images: np.ndarray | PathLike, *, device: str = "auto", skip_unreadable: bool = False
+    ) -> "np.ndarray | Embeddings":
+        """Return the features of images ``(n, channels, size, size)``, float32 ``(n, dimension)``.
+
+        Of a file, a folder or a pattern return the features with names and labels, see `fedssl.embedding.Embeddings`.
+        Unreadable images are an error, or are left out with ``skip_unreadable``.
+        """
+        with _as_sentence(), restored_torch():
+            from fedssl.embedding import embed_path, load_embedder
+
+            embedder = load_embedder(self.path, device=device, folders=self._config_dirs)
+            if isinstance(images, np.ndarray):
+                return embedder(images)
+            return embed_path(embedder, os.fspath(images), skip_unreadable=skip_unreadable)
 
     def evaluate(self, *overrides: str, path: PathLike | None = None, **settings: Value) -> dict[str, float]:
         """Evaluate the encoder as ``fedssl-evaluate`` does, e.g. ``run.evaluate(evaluation="linear", path="labeled")``.

@@ -3,11 +3,12 @@
 import io
 import re
 import sys
+from types import SimpleNamespace
 
 from rich.console import Console
 
 from fedssl.evaluation.scores import Score
-from server_app.console import PlainConsole, ProgressBar, ProgressSnapshot, log, log_to
+from server_app.console import IS_ROUND, PlainConsole, ProgressBar, ProgressSnapshot, log, log_to, make_screen
 
 LINE = "round 1/2  [red]x[/red] :smile:  " + "long " * 40 + "end"
 QUICK = ["num_clients=2", "rounds=2", "local_epochs=0", "dataset.limit=24", "encoder.width=2", "threads=1"]
@@ -52,6 +53,36 @@ def without_times(file):
     text, count = re.subn(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", file.read_text(), flags=re.MULTILINE)
     assert count
     return text
+
+
+def test_a_notebook_shows_one_line_that_changes(tmp_path, monkeypatch, capsys):
+    shown_objects = []
+    handle = SimpleNamespace(update=shown_objects.append)
+    shell = SimpleNamespace(config={"IPKernelApp": {}})
+    ipython = SimpleNamespace(get_ipython=lambda: shell)
+    display = SimpleNamespace(display=lambda shown, display_id: shown_objects.append(shown) or handle)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    screen = make_screen(terminal=False)
+    with log_to(tmp_path, screen):
+        screen.open(200)
+        log.info("round 12/200", extra={IS_ROUND: True})
+        log.warning("a warning")
+        screen.show(snapshot(12, evaluation={"<knn>": Score(0.6134)}))
+        screen.show(snapshot(13))
+        screen.close()
+    assert capsys.readouterr().out == "a warning\n"
+    assert "round 12/200" in (tmp_path / "run.log").read_text()
+    assert list(map(repr, shown_objects)) == [
+        "0/200  preparing",
+        "12/200  45 min left  loss 4.810  <knn> 61.3% (round 12)",
+        "13/200  44 min left  loss 4.810  <knn> 61.3% (round 12)",
+    ]
+    assert shown_objects[1]._repr_html_() == (
+        '<progress value="12" max="200"></progress> 12/200  45 min left  loss 4.810  &lt;knn&gt; 61.3% (round 12)'
+    )
+    shell.config = {}  # IPython in a terminal
+    assert type(make_screen(terminal=False)) is PlainConsole
 
 
 def test_lines_stay_as_they_are_above_the_bar(tmp_path, monkeypatch):

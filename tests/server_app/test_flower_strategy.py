@@ -1,6 +1,7 @@
 """Our strategies under Flower's own loop: the same rounds as the ServerApp's."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from flwr.app import Context, RecordDict
 from flwr.serverapp.strategy import Strategy
 
+import fedssl
 from fedssl.wire.records import arrays_to_record, record_to_arrays
 from server_app.flower_strategy import FlowerStrategy
 from tests.federation import TINY, Federation
@@ -41,8 +43,9 @@ def test_the_server_app_of_the_docs_runs_the_same_rounds(tmp_path, monkeypatch):
     exec(compile(example, "extend.md", "exec"), namespace)
     ours, theirs = Federation(tmp_path / "a", "strategy=l_dawa"), Federation(tmp_path / "b", "strategy=l_dawa")
     ours.run(2)
-    overrides = " ".join([*(word for word in TINY if not word.startswith("num_clients=")), "strategy=l_dawa"])
-    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={"overrides": overrides})
+    small = [word for word in TINY if not word.startswith("num_clients=")]
+    monkeypatch.setattr(fedssl, "compose", partial(fedssl.compose, *small))
+    context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={})
     namespace["app"](grid=theirs.grid, context=context)
     layers = record_to_arrays(context.result.arrays)
     assert all(np.array_equal(layers[name], array) for name, array in ours.layers.items())
