@@ -17,6 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, OverrideType
 from hydra.types import TaskFunction
+from hydra.version import VersionBase
 from omegaconf import DictConfig
 
 from fedssl.errors import InputError
@@ -38,13 +39,14 @@ __all__ = [
 @contextmanager
 def initialized_hydra(config_dir: str) -> Iterator[None]:
     """Initialize Hydra in a block, and restore what the user's program has initialized."""
-    of_user = GlobalHydra.instance().hydra
+    of_user, base = GlobalHydra.instance().hydra, VersionBase.instance().version_base
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=config_dir):
             yield
     finally:
         GlobalHydra.instance().hydra = of_user
+        VersionBase.instance().version_base = base
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:

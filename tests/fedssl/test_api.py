@@ -15,11 +15,12 @@ import threading
 import warnings
 from pathlib import Path
 
+import hydra
+import hydra.version
 import numpy as np
 import pytest
 import torch
 from flwr.serverapp import ServerApp
-from hydra import initialize
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from PIL import Image
@@ -51,6 +52,7 @@ def process() -> dict[str, object]:
         "warnings": list(warnings.filters),
         "loggers": [(each.handlers[:], each.level, each.propagate, each.disabled) for each in loggers],
         "hydra": GlobalHydra.instance().hydra,
+        "version": hydra.version.getbase(),
         "resolvers": OmegaConf.has_resolver("hydra"),
         "threads": torch.get_num_threads(),
         "running": threading.enumerate(),
@@ -144,7 +146,7 @@ def test_a_run_leaves_nothing_behind(tmp_path, monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        with initialize(None, version_base="1.3"), nothing_left():
+        with hydra.initialize(None, version_base="1.2"), nothing_left():
             fedssl.run(*QUICK, rounds=1, threads=threads, config_dir=[tmp_path])
     finally:
         torch.set_num_threads(threads)
