@@ -44,11 +44,10 @@ def train(network: nn.Module, images: Tensor) -> dict[str, Tensor]:
 
 def average(clients: list[dict[str, Tensor]], shares: list[float]) -> dict[str, Tensor]:
     """Return the mean of the clients' weights by their shares of the images."""
-    first, *_ = clients
-    return {
-        name: sum(share * client[name] for share, client in zip(shares, clients, strict=True)).to(first[name].dtype)
-        for name in first
+    means = {
+        name: sum(share * client[name] for share, client in zip(shares, clients, strict=True)) for name in clients[0]
     }
+    return {name: mean.to(clients[0][name].dtype) for name, mean in means.items()}
 
 
 def main(rounds: int) -> None:

@@ -185,8 +185,7 @@ class NotebookProgress(PlainConsole):
         return handler
 
     def open(self, rounds: int) -> None:
-        from IPython.display import display  # of the notebook
-
+        display = sys.modules["IPython.display"].display  # of the notebook, which has imported it
         self._display = display(_Progress(0, rounds, "preparing"), display_id=True)
 
     def show(self, snapshot: ProgressSnapshot) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("ipykernel", reason=MISSING)
 
 FOLDER = Path(__file__).parents[2] / "examples"
 SMALL = {"rounds": 1, "local_epochs": 0, "encoder__width": 2, "measure_resources": False, "collapse_images": 0}
-SMALL |= {"threads": 1, "engine": "local", "dataset__limit": 100}
+SMALL |= {"threads": 1, "engine": "local", "dataset__limit": 100, "dataset__test_limit": 50, "final_evaluation": "knn"}
 PATCH = f"""
 import fedssl
 run = fedssl.run
@@ -74,7 +74,8 @@ def test_images_of_a_folder(tmp_path, monkeypatch, capsys):
 
 
 def test_a_strategy_of_ones_own(tmp_path, monkeypatch):
-    monkeypatch.setitem(SMALL, "local_epochs", 1)
+    for name, value in {"local_epochs": 1, "rounds": 2}.items():
+        monkeypatch.setitem(SMALL, name, value)
     runs = execute(read("your_strategy"), tmp_path, monkeypatch)["runs"]
     assert list(runs) == [0, 0.5, 1, "fedavg"]
     assert runs[0].metrics["model_cosine"].tolist() != runs[1].metrics["model_cosine"].tolist()

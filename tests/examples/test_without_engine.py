@@ -9,7 +9,7 @@ BLOCKED = """
 import sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("ray", "flwr", "hydra"):
+        if name.partition(".")[0] in ("ray", "flwr"):
             raise ImportError(f"{name} is blocked")
 sys.meta_path.insert(0, Blocked())
 """

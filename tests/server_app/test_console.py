@@ -75,11 +75,11 @@ def test_a_notebook_shows_one_line_that_changes(tmp_path, monkeypatch, capsys):
     assert "round 12/200" in (tmp_path / "run.log").read_text()
     assert list(map(repr, shown_objects)) == [
         "0/200  preparing",
-        "12/200  45 min left  loss 4.810  <knn> 61.3% (round 12)",
+        "12/200  44 min left  loss 4.810  <knn> 61.3% (round 12)",
         "13/200  44 min left  loss 4.810  <knn> 61.3% (round 12)",
     ]
     assert shown_objects[1]._repr_html_() == (
-        '<progress value="12" max="200"></progress> 12/200  45 min left  loss 4.810  &lt;knn&gt; 61.3% (round 12)'
+        '<progress value="12" max="200"></progress> 12/200  44 min left  loss 4.810  &lt;knn&gt; 61.3% (round 12)'
     )
     shell.config = {}  # IPython in a terminal
     assert type(make_screen(terminal=False)) is PlainConsole
