@@ -44,20 +44,17 @@ def train(network: nn.Module, images: Tensor) -> dict[str, Tensor]:
 
 def average(clients: list[dict[str, Tensor]], shares: list[float]) -> dict[str, Tensor]:
     """Return the mean of the clients' weights by their shares of the images."""
-    means = {
-        name: sum(share * client[name] for share, client in zip(shares, clients, strict=True)) for name in clients[0]
-    }
-    return {name: mean.to(clients[0][name].dtype) for name, mean in means.items()}
+    pairs, first = list(zip(shares, clients, strict=True)), clients[0]
+    return {name: sum(share * client[name] for share, client in pairs).to(first[name].dtype) for name in first}
 
 
 def main(rounds: int) -> None:
     """Train, and print the accuracy of probes on the encoder before and after it, and on raw pixels."""
     torch.manual_seed(0)
     torch.set_num_threads(1)  # more are slower on small images
-    digits = load_digits()
-    images = torch.from_numpy(digits.images * 255 / 16).round().to(torch.uint8).unsqueeze(1)
-    halves = (slice(1200), slice(1200, None))
-    known, new = (LabeledImages(TensorImages(images[rows]), torch.from_numpy(digits.target[rows])) for rows in halves)
+    pixels, targets = map(torch.from_numpy, load_digits(return_X_y=True))
+    images = (pixels * 255 / 16).round().to(torch.uint8).view(-1, 1, 8, 8)
+    known, new = (LabeledImages(TensorImages(images[s]), targets[s]) for s in (slice(1200), slice(1200, None)))
     data = ImageSubset(known.images, rows=torch.arange(1200))
     parts = dirichlet(PartitionInput(labels=known.labels, images=data, num_clients=10, seed=0), alpha=0.5, min_size=2)
     encoder = conv_small(channels=1, size=8, width=16)
