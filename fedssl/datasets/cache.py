@@ -50,6 +50,11 @@ def read_images(index: ImageIndex, *, cache: str | None, storage: str) -> ImageD
     readable = stored.readable
     warnings = index.warnings + index.unreadable_warnings(stored.unreadable)
     warnings += range_warnings(index.sample(readable), index.decoding)
+    if isinstance(stored, Records) and (packed := sum(str(file).lower().endswith(".nii.gz") for file in index.files)):
+        warnings += (
+            f"{packed:,} files of .nii.gz are decompressed again for every slice; set dataset.storage=decoded, or "
+            "unpack them with gunzip",
+        )
     found = {name: column for name, column in columns_at(index, readable).items() if column is not None}
     return ImageData(
         source,

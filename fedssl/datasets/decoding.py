@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -37,14 +37,24 @@ class Page(NamedTuple):
         return f"{self.file}[{self.number}]"
 
 
-Encoded = bytes | FilePath | Page  # the bytes of an image, its file, or its page
+class Bands(NamedTuple):
+    """An image whose channels are in files of their own, of any resolutions."""
+
+    files: tuple[FilePath, ...]
+
+    def __str__(self) -> str:
+        return f"{self.files[0]} and {len(self.files) - 1} more bands"
+
+
+Encoded = bytes | FilePath | Page | Bands  # the bytes of an image, its file, its page, or its files
+Value = TypeVar("Value")
 Shape = tuple[int, int, int, int]  # (images, channels, height, width)
 
 MAX_PIXELS = 50_000_000  # per image, default of dataset.max_pixels
 _BYTES_PER_PIXEL = 16  # in memory: the decoded image, and a turned, a converted and an opaque copy
 _SAMPLE = 16  # images whose dtypes are compared, at equal distances
 THREADS = 8  # maximum number of decoding threads
-VERSION = 6  # of decoded pixels and cache files; increase it if the same images give other pixels
+VERSION = 7  # of decoded pixels and cache files; increase it if the same images give other pixels
 
 log = logging.getLogger("fedssl")
 
@@ -92,31 +102,48 @@ class Decoding(PixelSettings):
 
         Exceptions can have any type: the file is not regular, damaged, of no known format, or too large.
         """
+        if isinstance(source, Bands):
+            band = replace(self, channels=1)
+            return np.concatenate([band(file) for file in source.files])
         with open_source(source, self) as (_, image):
             return _decode(image, self)
 
     def each(self, sources: Iterable[Encoded]) -> Iterator[np.ndarray | Exception]:
         """Yield each decoded image, or the exception in its place. A file is opened once for successive pages."""
-        for file, group in groupby(sources, lambda source: source.file if isinstance(source, Page) else None):
-            if file is None:
+        for is_image, group in groupby(sources, lambda source: isinstance(source, Bands)):
+            if is_image:
                 yield from (_attempt(partial(self, source)) for source in group)
-                continue
-            pages = [source for source in group if isinstance(source, Page)]
+            else:
+                yield from self.each_opened(group, lambda _, image: _decode(image, self))
+
+    def each_opened(
+        self, sources: Iterable[Encoded], use: Callable[[Pages, Image.Image | Raster], Value]
+    ) -> Iterator[Value | Exception]:
+        """Yield what ``use`` returns for the file and the image of each source, or the exception in its place."""
+        for file, group in groupby(map(_place, sources), lambda place: place[0]):
+            places = list(group)
             try:
                 with _open(file, self) as opened:
-                    while pages:
-                        page = pages.pop(0)
-                        yield _attempt(lambda: _decode(_picture(opened, page.number, page.depth, self), self))  # noqa: B023, called at once
+                    while places:
+                        _, number, depth = places.pop(0)
+                        yield _attempt(lambda: use(opened, _picture(opened, number, depth, self)))  # noqa: B023, called at once
             except Exception as error:  # while the file was opened
-                yield from [error] * len(pages)
+                yield from [error] * len(places)
 
 
 @contextmanager
 def open_source(source: Encoded, decoding: Decoding) -> Iterator[tuple[Pages, Image.Image | Raster]]:
     """Open a source, without decoding it; yield its file and the image. Exceptions as in `Decoding`."""
-    file, number, depth = source if isinstance(source, Page) else (source, 0, 1)
+    file, number, depth = _place(source)
     with _open(file, decoding) as pages:
         yield pages, _picture(pages, number, depth, decoding)
+
+
+def _place(source: Encoded) -> tuple[bytes | FilePath, int, int]:
+    """Return the file of a source, the first of several, the number of its first page and the number of pages."""
+    if isinstance(source, Page):
+        return source
+    return (source.files[0] if isinstance(source, Bands) else source), 0, 1
 
 
 def _open(file: bytes | FilePath, decoding: Decoding) -> AbstractContextManager[Pages]:
@@ -164,7 +191,7 @@ def _check_page(image: Image.Image | Raster, *, count: int, channels: int) -> No
     )
 
 
-def _attempt(decode: Callable[[], np.ndarray]) -> np.ndarray | Exception:
+def _attempt(decode: Callable[[], Value]) -> Value | Exception:
     try:
         return decode()
     except Exception as error:  # a damaged file can raise any exception in the decoder of its format

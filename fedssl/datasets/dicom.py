@@ -6,14 +6,19 @@ F, or in mode L if they have 8 bits and no transformation. ``info`` has:
 - ``window``: the lowest and the highest value of the file's first window (VOI), if it has one, see PS3.3 C.11.2.1.2;
 - ``range``: otherwise, the lowest and the highest value that its bits can hold;
 - ``white_is_zero``: whether the file has MONOCHROME1, for mode F. In mode L white is 255;
+- ``modality``: the kind of device, such as CT, for warnings;
 - ``raster``: color of more than 8 bits, which the image has reduced to 8. Palettes have 8 bits.
 
-Nothing else of the file is read, such as names of patients. Pixels need no more memory than rows times columns: a frame
+Pixels beside the image (``PixelPaddingValue``) are NaN in mode F.
+
+Nothing else of the file is read, such as names of patients. Of its pixels only the requested frame is read, so that
+files with many frames may have any size. Pixels need no more memory than rows times columns: a frame
 that declares another size than its file, or that expands beyond it, is rejected before it is decoded. So are files that
 are deflated as a whole, or whose header has an absurd number of elements or length of a value.
 """
 
 import logging
+import struct
 import warnings
 from collections.abc import Iterator
 from copy import copy
@@ -27,29 +32,38 @@ from PIL import Image, ImageFile
 from pydicom.dataelem import RawDataElement
 from pydicom.encaps import encapsulate, generate_fragmented_frames
 from pydicom.filereader import read_sequence_item
+from pydicom.pixels.decoders.base import get_decoder
 from pydicom.pixels.processing import apply_color_lut, apply_modality_lut, apply_voi
-from pydicom.pixels.utils import pixel_array
+from pydicom.pixels.utils import as_pixel_options, pixel_array
+from pydicom.uid import ExplicitVRBigEndian, ExplicitVRLittleEndian, ImplicitVRLittleEndian
 
 from fedssl.datasets.dicom_checks import MAX_TABLE, check_run_lengths, check_segments, codestream_sizes
 from fedssl.datasets.formats import DICOM_MAGIC, DICOM_PREAMBLE
 from fedssl.datasets.pages import Successive, check_count
-from fedssl.datasets.pixels import BIT_RANGE, FILE_WINDOW, RASTER, WHITE_IS_ZERO
+from fedssl.datasets.pixels import BIT_RANGE, FILE_WINDOW, MODALITY, RASTER, WHITE_IS_ZERO
 from fedssl.datasets.raster import Raster
+from fedssl.safe_io import sanitize_line
 
 FORMAT = "DICOM"
 _RLE = "1.2.840.10008.1.2.5"
-_FLOAT_PIXELS = ("FloatPixelData", "DoubleFloatPixelData")
+_PIXELS = {0x7FE00008: "FloatPixelData", 0x7FE00009: "DoubleFloatPixelData", 0x7FE00010: "PixelData"}
+_KINDS = (b"OB", b"OW", b"OF", b"OD", b"UN")  # value representations of pixels
+_FLOATS = ("FloatPixelData", "DoubleFloatPixelData")
+_BYTES_PER_VALUE = 8  # of an encoded frame, at most
+_DECODERS = "pylibjpeg pylibjpeg-libjpeg pylibjpeg-openjpeg"
+_BARE = ((b"\x08\0", b"\2\0"), b"\0")  # groups and upper byte of the first tag of old files without a magic number
 _MAX_READS = 2**17  # of a header: two or three for each element or item, also in sequences
 _BYTES_PER_READ = 2**10  # of a file with many frames
 _MAX_VALUE = 2**18  # bytes, other than pixels; tables have up to 2**17
 _MAX_LIMIT, _MIN_RANGE = 1e30, 1e-30  # of the values of black and white, for 32-bit floats
 _CHARACTER_SET = (b"\x08\0\x05\0", b"\0\x08\0\x05")  # its tag, which pydicom always reads
 _TAGS = ["Rows", "Columns", "SamplesPerPixel", "PhotometricInterpretation", "PlanarConfiguration", "NumberOfFrames"]
-_TAGS += ["BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation", "PixelData", *_FLOAT_PIXELS]
+_TAGS += ["BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation"]
 _GROUPS = ["SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"]
 _GROUP_TAGS = ["RescaleSlope", "RescaleIntercept", "WindowCenter", "WindowWidth", "VOILUTFunction"]  # may be in groups
+_PADDING = ["PixelPaddingValue", "PixelPaddingRangeLimit"]
 _TABLES = ["ModalityLUTSequence", "VOILUTSequence"]
-_TAGS += [*_GROUPS, *_GROUP_TAGS, *_TABLES]
+_TAGS += [*_GROUPS, *_GROUP_TAGS, *_TABLES, "Modality", *_PADDING]
 for _color in ("Red", "Green", "Blue"):
     _TAGS += [f"{_color}PaletteColorLookupTable{part}" for part in ("Descriptor", "Data")]
     _TAGS += [f"Segmented{_color}PaletteColorLookupTableData"]
@@ -67,21 +81,21 @@ class DicomImageFile(ImageFile.ImageFile):
 
     def _open(self) -> None:
         assert self.fp is not None
-        if self.fp.read(DICOM_PREAMBLE + len(DICOM_MAGIC))[DICOM_PREAMBLE:] != DICOM_MAGIC:
+        head = self.fp.read(DICOM_PREAMBLE + len(DICOM_MAGIC))
+        is_bare = head.startswith(_BARE[0]) and head[3:4] == _BARE[1]
+        if head[DICOM_PREAMBLE:] != DICOM_MAGIC and not is_bare:
             raise SyntaxError("it is not DICOM")  # as Pillow expects of a format
         self.fp.seek(0)
-        self._dataset: Any = pydicom.dcmread(_Limited(self.fp), specific_tags=_TAGS)
+        stream: Any = _Limited(self.fp)
+        self._dataset: Any = pydicom.dcmread(stream, specific_tags=_TAGS, stop_before_pixels=True, force=is_bare)
         dataset = self._dataset
-        if not any(name in dataset for name in (*_FLOAT_PIXELS, "PixelData")) or "Rows" not in dataset:
-            raise ValueError("it has no pixels")
+        self._pixels = _Pixels(self.fp, dataset)
         self._groups = _Groups(dataset)
         _keep_first_items(dataset)
         _check_header(dataset)
         self._size = int(dataset.Columns), int(dataset.Rows)
         self.n_frames = int(dataset.get("NumberOfFrames") or 1)
         check_count(self.n_frames)
-        if dataset.file_meta.TransferSyntaxUID.is_encapsulated:
-            self._frames = Successive(partial(_encoded_frames, dataset.get("PixelData"), self.n_frames))
         self._show(0)
 
     def _show(self, frame: int) -> None:
@@ -89,6 +103,7 @@ class DicomImageFile(ImageFile.ImageFile):
         self._frame, self._is_loaded, dataset = frame, False, self._dataset
         self._groups.copy(frame, dataset)
         self.info = {WHITE_IS_ZERO: dataset.PhotometricInterpretation == "MONOCHROME1"}
+        self.info[MODALITY] = sanitize_line(str(dataset.get("Modality") or ""), max_chars=16)
         if dataset.SamplesPerPixel != 1 or dataset.PhotometricInterpretation == "PALETTE COLOR":
             self._mode = "RGB"
             if dataset.PhotometricInterpretation != "PALETTE COLOR" and (bits := int(dataset.BitsStored)) > 8:
@@ -125,19 +140,16 @@ class DicomImageFile(ImageFile.ImageFile):
         return Image.Image.load(self)
 
     def _decoded(self) -> np.ndarray:
-        dataset, number = self._dataset, self._frame
-        if dataset.file_meta.TransferSyntaxUID.is_encapsulated:
-            dataset, number = _only_frame(dataset, self._frames[number]), 0
         try:
-            values = _values(dataset, number)
+            stored = self._pixels.frame(self._frame)
+            values = _values(stored, self._dataset)
         except RuntimeError as error:  # with a list of packages
-            syntax = dataset.file_meta.TransferSyntaxUID.name
-            raise ValueError(
-                f"{syntax} needs a decoder: pip install pylibjpeg pylibjpeg-libjpeg; or its frame is damaged"
-            ) from error
+            syntax = self._dataset.file_meta.TransferSyntaxUID.name
+            raise ValueError(f"{syntax} needs a decoder: pip install {_DECODERS}; or its frame is damaged") from error
         if values.shape[:2] != self.size[::-1]:
             raise ValueError(f"its frame has {values.shape[1]} x {values.shape[0]} pixels")
-        return values
+        is_beside = _is_beside(stored, self._dataset) if self.mode == "F" else None
+        return values if is_beside is None else np.where(is_beside, np.float32(np.nan), values)
 
 
 def register() -> None:
@@ -148,22 +160,90 @@ def register() -> None:
 class _Limited:
     """A stream whose header may need `_MAX_READS`, and more for many frames, and that is not read as a whole."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
-        self.seek, self.tell, self._read = stream.seek, stream.tell, stream.read
+    def __init__(self, stream: IO[bytes], *, max_bytes: int | None = None) -> None:
+        self.seek, self.tell, self._read, self._max_bytes = stream.seek, stream.tell, stream.read, max_bytes
         start = stream.tell()
         self._left, self._in_character_set = _MAX_READS + (stream.seek(0, 2) - start) // _BYTES_PER_READ, False
         stream.seek(start)
+        self.start_frame()
+
+    def start_frame(self) -> None:
+        """Allow another ``max_bytes``; without them, a value of a header may be as long as the file."""
+        self._bytes_left = self._max_bytes
+        self._check()
+
+    def _check(self) -> None:
+        if self._left < 0:
+            raise ValueError("its header or its frame has too many parts")
 
     def read(self, size: int = -1) -> bytes:
         if size < 0:
             raise ValueError("its transfer syntax is deflated; convert it, e.g. with dcmconv +te")
         self._left -= size if self._in_character_set else 1  # each of its bytes may be a name to look up
-        if self._left < 0:
-            raise ValueError("its header or its frame has too many parts")
+        self._check()
+        if self._bytes_left is not None:
+            self._bytes_left -= size
+            if self._bytes_left < 0:
+                raise ValueError(f"its frame has more than {self._max_bytes:,} bytes, too many for its pixels")
         content = self._read(size)
         starts = size == 8 and content[:4] in _CHARACTER_SET  # with its kind and its length
         self._in_character_set = starts or (self._in_character_set and size == 4)
         return content
+
+
+class _Pixels:
+    """Frames of a file, of which no more is read than the requested one."""
+
+    def __init__(self, stream: IO[bytes], dataset: Any) -> None:
+        """Begin at the position of the stream, the element with the pixels."""
+        self._stream: Any = stream
+        self._dataset = dataset
+        is_implicit, is_little = dataset.original_encoding
+        if dataset.file_meta.get("TransferSyntaxUID") is None:  # of old files
+            syntaxes = {(True, True): ImplicitVRLittleEndian, (False, True): ExplicitVRLittleEndian}
+            dataset.file_meta.TransferSyntaxUID = syntaxes.get((is_implicit, is_little), ExplicitVRBigEndian)
+        order, start, head = "<" if is_little else ">", stream.tell(), stream.read(12)
+        is_explicit = head[4:6] in _KINDS  # some files are not as their syntax states
+        group, element = struct.unpack(order + "HH", head[:4].ljust(4, b"\0"))
+        self._keyword = _PIXELS.get(group << 16 | element, "")
+        if not self._keyword or "Rows" not in dataset or len(head) < 12:
+            raise ValueError("it has no pixels")
+        self._kind = head[4:6].decode("ascii") if is_explicit else "OW"
+        if self._keyword in _FLOATS:
+            dataset.pop("BitsStored", None)  # as the standard has it; its absence means floats
+        self._start = start + (12 if is_explicit else 8)
+        declared = struct.unpack_from(order + "I", head, 8 if is_explicit else 4)[0]
+        self._length = min(declared, stream.seek(0, 2) - self._start)
+        self._frames = Successive(self._encoded_frames)
+
+    def frame(self, number: int) -> np.ndarray:
+        """Decode a frame, as it is stored but for YBR, which becomes RGB."""
+        dataset, stream, start = self._dataset, self._stream, self._start
+        syntax = dataset.file_meta.TransferSyntaxUID
+        if syntax.is_encapsulated:
+            return pixel_array(_only_frame(dataset, self._frames[number]), index=0)
+        bits = int(dataset.Rows) * int(dataset.Columns) * int(dataset.SamplesPerPixel) * int(dataset.BitsAllocated)
+        bits = bits * 2 // 3 if dataset.PhotometricInterpretation == "YBR_FULL_422" else bits
+        if (number + 1) * bits > 8 * self._length:
+            raise ValueError(f"the number of bytes of pixel data is less than expected ({self._length:,} bytes)")
+        options: Any = {"pixel_keyword": self._keyword, "pixel_vr": self._kind, "transfer_syntax_uid": syntax}
+        stream.seek(start)
+        return get_decoder(syntax).as_array(stream, index=number, **as_pixel_options(dataset), **options)[0]
+
+    def _encoded_frames(self) -> Iterator[bytes]:
+        """Yield the encoded frames."""
+        if self._keyword in _FLOATS:
+            raise ValueError("it has encoded floats")
+        self._stream.seek(self._start + 4)
+        if int.from_bytes(self._stream.read(4), "little") > _MAX_VALUE:
+            raise ValueError("its offset table is too long")
+        self._stream.seek(self._start)
+        dataset = self._dataset
+        pixels = int(dataset.Rows) * int(dataset.Columns) * int(dataset.SamplesPerPixel)
+        stream: Any = _Limited(self._stream, max_bytes=_BYTES_PER_VALUE * pixels + 2**20)
+        for parts in generate_fragmented_frames(stream, number_of_frames=int(dataset.get("NumberOfFrames") or 1)):
+            stream.start_frame()  # also raises what pydicom has caught
+            yield b"".join(parts)
 
 
 class _Groups:
@@ -224,17 +304,16 @@ def _items(element: Any) -> Iterator[Any]:
 
 def _check_lengths(dataset: Any) -> None:
     """Raise a `ValueError` for a value of absurd length, before it is split into numbers."""
-    pixels = {pydicom.tag.Tag(name) for name in (*_FLOAT_PIXELS, "PixelData")}
     for element in dataset.elements():
         size = len(element.value or b"") if isinstance(element, RawDataElement) else 0
-        if size > _MAX_VALUE and element.tag not in pixels:
+        if size > _MAX_VALUE:
             raise ValueError(f"the value of its tag {element.tag} has {size:,} bytes")
 
 
 def _check_header(dataset: Any) -> None:
     """Raise a `ValueError` for values that would need too much memory, or give other pixels than those of the file."""
     _check_lengths(dataset)
-    if "PixelData" in dataset and int(dataset.get("HighBit") or 0) >= int(dataset.BitsStored):
+    if "BitsStored" in dataset and int(dataset.get("HighBit") or 0) >= int(dataset.BitsStored):
         raise ValueError(f"its HighBit is {dataset.HighBit}, above BitsStored={dataset.BitsStored}; convert it")
     for name in ("Red", "Green", "Blue"):
         table = dataset.get(f"Segmented{name}PaletteColorLookupTableData")
@@ -272,7 +351,7 @@ def _limits(dataset: Any) -> tuple[float, float, str]:
         return 0.0, 2.0 ** dataset.VOILUTSequence[0].LUTDescriptor[2] - 1, FILE_WINDOW
     if dataset.get("ModalityLUTSequence"):
         return 0.0, 2.0 ** dataset.ModalityLUTSequence[0].LUTDescriptor[2] - 1, BIT_RANGE
-    if "PixelData" not in dataset:
+    if "BitsStored" not in dataset:
         return 0.0, 1.0, BIT_RANGE
     bits, signed = int(dataset.BitsStored), bool(dataset.PixelRepresentation)
     stored = (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1) if signed else (0.0, 2.0**bits - 1)
@@ -287,17 +366,6 @@ def _first(value: Any) -> float | None:
         return float(value) if value else None  # not a number: the file is unreadable
     first = next(iter(value), None) if hasattr(value, "__iter__") else value
     return None if first in (None, "") else float(first)
-
-
-def _encoded_frames(content: bytes | None, count: int) -> Iterator[bytes]:
-    """Yield the encoded frames of a file."""
-    if content is None:
-        raise ValueError("it has encoded floats")
-    if int.from_bytes(content[4:8], "little") > _MAX_VALUE:
-        raise ValueError("its offset table is too long")
-    stream: Any = _Limited(BytesIO(content))
-    for parts in generate_fragmented_frames(stream, number_of_frames=count):
-        yield b"".join(parts)
 
 
 def _only_frame(dataset: Any, frame: bytes | None) -> Any:
@@ -315,9 +383,8 @@ def _only_frame(dataset: Any, frame: bytes | None) -> Any:
     return alone
 
 
-def _values(dataset: Any, number: int) -> np.ndarray:
+def _values(values: np.ndarray, dataset: Any) -> np.ndarray:
     """Return a frame, ``(rows, columns)`` after the modality transformation, or RGB ``(rows, columns, 3)``."""
-    values = pixel_array(dataset, index=number)  # YBR becomes RGB
     if dataset.PhotometricInterpretation == "PALETTE COLOR":
         return apply_color_lut(_clipped(values, dataset.RedPaletteColorLookupTableDescriptor), dataset)
     if values.ndim == 3:
@@ -329,6 +396,16 @@ def _values(dataset: Any, number: int) -> np.ndarray:
     if dataset.get("VOILUTSequence") and _window(dataset) is None:
         values = apply_voi(_clipped(values, dataset.VOILUTSequence[0].LUTDescriptor), dataset)
     return values
+
+
+def _is_beside(stored: np.ndarray, dataset: Any) -> np.ndarray | None:
+    """Return which pixels are beside the image, by their stored values (PS3.3 C.7.5.1.1.2); None if unknown."""
+    values = [value for name in _PADDING if isinstance(value := dataset.get(name), int)]
+    if _PADDING[0] not in dataset or not values or stored.dtype.kind not in "iu":
+        return None
+    limits = np.array(values, np.int64).astype(stored.dtype)  # a negative one may be stated by its bits, and vice versa
+    is_beside: np.ndarray = (stored >= limits.min()) & (stored <= limits.max())
+    return is_beside
 
 
 def _clipped(values: np.ndarray, descriptor: Any) -> np.ndarray:

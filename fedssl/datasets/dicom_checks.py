@@ -55,7 +55,7 @@ def codestream_sizes(frame: bytes) -> set[tuple[int, int]]:
         length = int.from_bytes(frame[position : position + 4], "big")
         position = position + length if length >= 8 else -1
     position += 8 if frame[4:8] == b"jP  " else 0
-    if frame[position : position + 4] == _CODESTREAM:
+    if frame[position : position + 4] == _CODESTREAM and len(frame) >= position + 24:
         right, bottom, left, top = struct.unpack_from(">IIII", frame, position + 8)
         return {(bottom - top, right - left)}
     sizes = set[tuple[int, int]]()

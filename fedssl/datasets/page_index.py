@@ -8,42 +8,47 @@ The setting ``dataset.pages``:
 ``all``       all, each an image
 ``channels``  all; as many successive ones as ``dataset.channels`` are one image
 ============  =========================================================================
+
+With ``channels`` and a single page in each file, the files of a folder are the bands of one image, in the order of
+their names: ``scene/B02.tif``, ``scene/B03.tif``. They may have different resolutions.
 """
 
+import logging
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
-from fedssl.datasets.decoding import THREADS, Decoding, Encoded, Page, unreadable_reason
+from fedssl.datasets.decoding import THREADS, Bands, Decoding, Encoded, Page, unreadable_reason
 from fedssl.datasets.formats import FORMAT_OF, FROM_START, SEVERAL, VOLUMES
 from fedssl.datasets.image_index import ImageIndex, SequenceIndex
-from fedssl.datasets.listing import ending_of
+from fedssl.datasets.listing import ending_of, log_once
 from fedssl.datasets.pages import open_pages
 from fedssl.datasets.sample_checks import SAMPLE
 from fedssl.digests import identity
-from fedssl.errors import shortened
+from fedssl.errors import InputError, shortened
 from fedssl.machine.process import available_cores
 from fedssl.safe_io import FilePath, sanitize
 
 
 @dataclass(frozen=True, kw_only=True)
 class PageIndex(SequenceIndex):
-    """Images that are pages of files."""
+    """Images that are pages of files, or several files."""
 
-    images: Sequence[Page]
+    images: Sequence[Page | Bands]
 
     def at(self, rows: np.ndarray) -> Self:
         """Return the index of the images at ``rows``."""
         images = [self.images[row] for row in rows]
-        key = {**self.key, "pages": identity(repr([(str(file), *page) for file, *page in images]).encode())}
-        files = list(dict.fromkeys(page.file for page in images))
+        key = {**self.key, "pages": identity(repr([tuple(map(str, image)) for image in images]).encode())}
+        files = list(dict.fromkeys(chain.from_iterable(map(_files_of, images))))
         return replace(ImageIndex.at(self, rows), images=images, files=files, num_in_files=len(rows), key=key)
 
     def batches(self, start: int) -> Iterator[Sequence[Encoded]]:
@@ -77,8 +82,8 @@ def with_pages(index: SequenceIndex, files: Sequence[FilePath], pages: str) -> S
     if uncounted:
         line = f"the pages of {len(uncounted)} files cannot be counted, and only the first is used: "
         index = replace(index, warnings=(*index.warnings, sanitize(line + shortened(sorted(uncounted)))))
-    if depth == 1 and max(counts, default=1) == 1:
-        return index
+    if max(counts, default=1) == 1 and not uncounted:
+        return index if depth == 1 else _with_bands(index, files)
     images = [
         Page(file, number, depth)
         for file, count in zip(files, counts, strict=True)
@@ -89,6 +94,36 @@ def with_pages(index: SequenceIndex, files: Sequence[FilePath], pages: str) -> S
     if index.groups is None:  # the pages of a file are alike
         expanded |= {"groups": numbers, "group_names": tuple(map(str, files))}
     return PageIndex(**expanded).at(np.arange(len(images)))
+
+
+def _files_of(image: Page | Bands) -> Sequence[FilePath]:
+    return image.files if isinstance(image, Bands) else (image.file,)
+
+
+def _with_bands(index: SequenceIndex, files: Sequence[FilePath]) -> SequenceIndex:
+    """Return the index of the folders of ``files``, whose files are the bands of one image each."""
+    depth, rows, images, expected = index.decoding.channels, list[int](), list[Bands](), None
+    for folder, group in groupby(enumerate(files), lambda numbered: Path(numbered[1]).parent):
+        numbers, paths = zip(*group, strict=True)
+        names = [Path(path).name for path in paths]
+        bands = [name.removeprefix(os.path.commonprefix(names)) for name in names]  # noqa: RUF071, of names
+        if len(paths) != depth or bands != (expected or bands):
+            raise InputError(
+                f"dataset.pages=channels: every file has one page, and {folder} has {shortened(names)} in place of "
+                f"{f'bands such as {shortened(expected)}' if expected else f'dataset.channels={depth} bands'}; "
+                "give each image a folder with its bands alone, or set dataset.pages=first"
+            )
+        expected = bands
+        rows.append(numbers[0])
+        images.append(Bands(paths))
+    if len(index.classes) == len(rows) > 1:
+        raise InputError(
+            "dataset.pages=channels: each image would be a class of its own, because the folder of its bands has no "
+            "other images; set dataset.folders=none, or move the folders of a class into one folder"
+        )
+    log_once(logging.INFO, sanitize(f"the files of a folder are the channels of an image, such as {images[0].files}"))
+    alone = vars(ImageIndex.at(index, np.array(rows))) | {"images": images}
+    return PageIndex(**alone).at(np.arange(len(images)))
 
 
 def _has_several(file: FilePath, pages: str) -> bool:

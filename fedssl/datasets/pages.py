@@ -15,8 +15,18 @@ import numpy as np
 from PIL import Image, ImageFile, UnidentifiedImageError
 
 from fedssl.config.constraint_table import MAX_CHANNELS
-from fedssl.datasets.formats import FORMATS, HEAD_BYTES, PACKAGES, SEVERAL, module_of, require_package
-from fedssl.datasets.pixels import is_deep_color, is_misread, raster_of
+from fedssl.datasets.formats import (
+    DICOM_MAGIC,
+    DICOM_PREAMBLE,
+    FORMATS,
+    HEAD_BYTES,
+    INSTALLED,
+    PACKAGES,
+    SEVERAL,
+    module_of,
+    require_package,
+)
+from fedssl.datasets.pixels import FILE_BITS, is_deep_color, is_misread, raster_of
 from fedssl.datasets.raster import Raster
 from fedssl.datasets.tiff_chain import MAX_PAGES, image_pages
 from fedssl.safe_io import FilePath, open_regular_file
@@ -24,6 +34,7 @@ from fedssl.safe_io import FilePath, open_regular_file
 _MAX_SAMPLES = 4  # per pixel of an image with as many pixels as are allowed; of smaller ones more
 logging.getLogger("PIL.TiffImagePlugin").setLevel(logging.CRITICAL)  # it reports what tifffile then reads
 _MAX_BYTES_PER_PIXEL = 8  # in an uncompressed file
+_META_BYTES = 2**16  # of AVIF and HEIC, before the pixels
 
 
 Value = TypeVar("Value")
@@ -99,7 +110,7 @@ class _PillowPages(Pages):
         # Pillow drops bands beyond the third and divides by opacity, which may be another band.
         if image.format == "TIFF" and (self._channels not in (1, 3) or is_misread(image)):
             with _tiff_pages(self._stream, max_pixels=self._max_pixels) as pages:
-                raster: Raster = pages.raster(number)
+                raster: Raster = pages.raster(number, as_rgb=image.mode == "CMYK" and self._channels in (1, 3))
                 return raster
         if image.format == "PNG" and is_deep_color(image):
             shape = (image.height, image.width, 4)
@@ -135,12 +146,15 @@ def open_pages(
             options = {"interval": video_interval} if module == "video" else {"channels": channels}
             with import_module(f"fedssl.datasets.{module}").opened(stream, max_pixels=max_pixels, **options) as pages:
                 yield pages
-        elif size > max_file_bytes(max_pixels):  # Pillow may read it as a whole
-            raise ValueError(f"it has {size:,} bytes but the maximum is {max_file_bytes(max_pixels):,}")
         else:
-            with Image.open(stream, formats=FORMATS) as image:
+            is_dicom = "DICOM" in INSTALLED and head.startswith(DICOM_MAGIC, DICOM_PREAMBLE)  # read frame by frame
+            if size > max_file_bytes(max_pixels) and not is_dicom:  # Pillow may read it as a whole
+                raise ValueError(f"it has {size:,} bytes but the maximum is {max_file_bytes(max_pixels):,}")
+            with Image.open(stream, formats=("DICOM",) if is_dicom else FORMATS) as image:
                 if image.format == "JPEG2000" and image.mode not in ("L", "I;16"):
                     _check_depth(stream)
+                if image.format in ("AVIF", "HEIF"):
+                    image.info[FILE_BITS] = _declared_bits(stream)
                 yield _PillowPages(image, stream, max_pixels=max_pixels, channels=channels)
 
 
@@ -211,6 +225,15 @@ def _check_depth(stream: IO[bytes]) -> None:
     start = content.find(b"\xff\x4f\xff\x51")  # of the header, which has the bits of the first channel
     if 0 <= start < len(content) - 42 and (bits := content[start + 42] % 128 + 1) > 8:
         raise ValueError(f"it is JPEG 2000 with {bits} bits of color; save it as TIFF or PNG")
+
+
+def _declared_bits(stream: IO[bytes]) -> int:
+    """Return the most bits of a channel of AVIF or HEIC, by its first box "pixi" (ISO 23008-12, 6.5.6), or 0."""
+    position = stream.tell()
+    stream.seek(0)
+    _, _, box = stream.read(_META_BYTES).partition(b"pixi")
+    stream.seek(position)
+    return max(box[5 : 5 + box[4]], default=0) if len(box) > 5 else 0  # after version and number of channels
 
 
 def _png_values(stream: IO[bytes], transparent: tuple[int, ...] | None) -> np.ndarray:

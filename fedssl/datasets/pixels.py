@@ -14,7 +14,8 @@ _SIGNED = 2  # sample format of TIFF
 NO_DATA = 42113  # tag of GDAL
 _PALETTE = 3  # photometric interpretation of TIFF
 # Keys of `info` of DICOM files, see `fedssl.datasets.dicom`.
-FILE_WINDOW, BIT_RANGE, WHITE_IS_ZERO, RASTER = "window", "range", "white_is_zero", "raster"
+FILE_WINDOW, BIT_RANGE, WHITE_IS_ZERO, RASTER, MODALITY = "window", "range", "white_is_zero", "raster", "modality"
+FILE_BITS = "bits"  # key of AVIF and HEIC
 _MAXIMUM = 2**16 - 1  # of PGM
 _MODES = ("L", "LA", "RGB", "RGBA", "CMYK")  # with one byte per channel
 
@@ -63,7 +64,7 @@ def is_deep_color(image: Image.Image) -> bool:
     """Return whether an image, which is not loaded yet, has color of 16 bits in its file."""
     tiles = image.tile if isinstance(image, ImageFile) else []
     deep = any(";16" in str(tile.args) for tile in tiles) or (_tag(image, BITSPERSAMPLE) or 8) > 8
-    return deep and image.mode in ("RGB", "RGBA", "LA")
+    return deep and image.mode in ("RGB", "RGBA", "LA", "CMYK")
 
 
 def is_misread(image: Image.Image) -> bool:

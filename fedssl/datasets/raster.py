@@ -130,9 +130,10 @@ def raster_to_array(raster: Raster, settings: PixelSettings) -> np.ndarray:
     low, high = _checked_limits(raster, values, settings)
     wide = "float64" if values.dtype.itemsize > 2 and values.dtype != np.float32 else "float32"
     scaled = (values.astype(wide) - np.array(low, wide)) * np.array(1 / (high - low) if high > low else 0, wide)
-    scaled = np.nan_to_num(scaled, copy=False, nan=0.0).clip(0, 1).astype(np.float32, copy=False)
+    scaled = scaled.clip(0, 1).astype(np.float32, copy=False)
     if raster.white_is_zero:
         scaled = 1 - scaled
+    scaled = np.nan_to_num(scaled, copy=False, nan=0.0)
     background = np.float32(settings.background / MAXIMA["uint8"])
     if raster.transparent is not None:
         scaled = np.where(values == raster.transparent, background, scaled)

@@ -2,19 +2,23 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from PIL import Image
 
-from fedssl.datasets.decoding import Decoding, Encoded, Page, open_source
-from fedssl.datasets.pixels import deep_raster
+from fedssl.datasets.decoding import Bands, Decoding, Encoded, Page
+from fedssl.datasets.pages import Pages
+from fedssl.datasets.pixels import FILE_BITS, MODALITY, deep_raster
 from fedssl.datasets.raster import Raster, limits_of, unit_values
 
 if TYPE_CHECKING:  # it needs torch, which devices may lack
     from fedssl.datasets.images import ImageSource
 
 SAMPLE = 64  # images at most
+_BITS = 8  # of most images
 _SMALL_PART = 4  # the maximum is small if it is below 1/4 of the range
 
 
@@ -41,18 +45,24 @@ def range_warnings(sources: Iterable[Encoded], decoding: Decoding) -> tuple[str,
 
     ``sources`` are encoded images, of which the first `SAMPLE` are read.
     """
-    stacks, num_read, deep = 0, 0, list[_Values]()
-    for source in islice(sources, SAMPLE):
-        try:
-            with open_source(source, decoding) as (pages, image):
-                stacks += not isinstance(source, Page) and pages.count > 1
-                raster = image if isinstance(image, Raster) else deep_raster(image)
-                deep += [] if raster is None else _values(raster, decoding)
-                num_read += 1
-        except Exception:  # unreadable images are in another warning
+    stacks, num_read, reduced, deep = 0, 0, 0, list[_Values]()
+    files = chain.from_iterable(
+        source.files if isinstance(source, Bands) else (source,) for source in islice(sources, SAMPLE)
+    )
+    sample = list(islice(files, SAMPLE))
+    for source, read in zip(sample, decoding.each_opened(sample, partial(_counted, decoding=decoding)), strict=True):
+        if isinstance(read, Exception):  # unreadable images are in another warning
             continue
+        count, bits, values = read
+        reduced += bits > _BITS
+        stacks += not isinstance(source, Page) and count > 1
+        deep += values
+        num_read += 1
     found = f"{stacks} of a sample of {num_read} images have several pages or frames, and only the first is used"
-    return ((f"{found}; set dataset.pages=all",) if stacks else ()) + _deep_warnings(deep, decoding)
+    lines: tuple[str, ...] = (f"{found}; set dataset.pages=all",) if stacks else ()
+    found = f"{reduced} of a sample of {num_read} images are AVIF or HEIC with more than 8 bits, of which 8 are used"
+    lines += (f"{found}; save them as 16-bit PNG or TIFF to use all",) if reduced else ()
+    return lines + _deep_warnings(deep, decoding)
 
 
 class _Values(NamedTuple):
@@ -63,9 +73,19 @@ class _Values(NamedTuple):
     limits: tuple[float, float]  # which become black and white
     is_certain: bool  # whether there are values beyond them as expected: of a window of the file, of percentiles
     has_nan: bool
+    modality: str  # of DICOM
+    cut: float  # share of the values beyond the limits
 
 
-def _values(raster: Raster, decoding: Decoding) -> list[_Values]:
+def _counted(pages: Pages, image: Image.Image | Raster, decoding: Decoding) -> tuple[int, int, list[_Values]]:
+    """Return the number of images in a file, the bits of one that Pillow reduces to 8, and its values."""
+    raster = image if isinstance(image, Raster) else deep_raster(image)
+    about = {} if isinstance(image, Raster) else image.info
+    values = [] if raster is None else _values(raster, decoding, about.get(MODALITY, ""))
+    return pages.count, about.get(FILE_BITS, _BITS), values
+
+
+def _values(raster: Raster, decoding: Decoding, modality: str) -> list[_Values]:
     """Return the values of an image, or nothing if it has 8 bits or states its maximum."""
     pixels = raster.load()
     limits = limits_of(raster, pixels, decoding)
@@ -73,7 +93,9 @@ def _values(raster: Raster, decoding: Decoding) -> list[_Values]:
     if raster.is_fixed or limits is None or pixels.dtype.itemsize == 1 or not finite.size:
         return []
     certain = decoding.percentiles is not None or raster.is_window or (decoding.window is not None and raster.is_wide)
-    return [_Values(float(finite.min()), float(finite.max()), limits, certain, bool(np.isnan(pixels).any()))]
+    cut = float(np.mean((finite < limits[0]) | (finite > limits[1])))
+    with_nan = bool(np.isnan(pixels).any())
+    return [_Values(float(finite.min()), float(finite.max()), limits, certain, with_nan, modality, cut)]
 
 
 def _deep_warnings(deep: Sequence[_Values], decoding: Decoding) -> tuple[str, ...]:
@@ -83,9 +105,25 @@ def _deep_warnings(deep: Sequence[_Values], decoding: Decoding) -> tuple[str, ..
             return ()
         name = "percentiles" if window is None else "window"
         return (f"dataset.{name} is for images with more than 8 bits, and a sample of the images has none",)
-    with_nan = sum(values.has_nan for values in deep)
-    found = f"{with_nan} of a sample of {len(deep)} images have values that are not a number, which become black"
-    return ((found,) if with_nan else ()) + _range_warning([values for values in deep if not values.is_certain])
+    num_nan = sum(values.has_nan for values in deep)
+    found = (
+        f"{num_nan} of a sample of {len(deep)} images have pixels without a value (NaN, no data), which become black"
+    )
+    lines = ((found,) if num_nan else ()) + (() if window is None else _modality_warning(deep, window))
+    return lines + _range_warning([values for values in deep if not values.is_certain])
+
+
+def _modality_warning(deep: Sequence[_Values], window: Sequence[float]) -> tuple[str, ...]:
+    """Return a warning if one window is used for images of several modalities, whose values have different units."""
+    names = sorted({values.modality for values in deep})
+    cuts = [np.mean([values.cut for values in deep if values.modality == name]) for name in names]
+    shares = ", ".join(f"{name or 'others'} {cut:.0%}" for name, cut in zip(names, cuts, strict=True))
+    line = (
+        f"dataset.window=[{window[0]:g},{window[1]:g}] is used for several modalities, and makes these shares of their "
+        f"values black or white: {shares}; set dataset.window=null for the window of each file, or dataset.path to the "
+        "files of one modality"
+    )
+    return (line,) if len(names) > 1 else ()
 
 
 def _range_warning(deep: Sequence[_Values]) -> tuple[str, ...]:

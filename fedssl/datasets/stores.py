@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from fedssl.atomic_files import fsync_folder, map_file
-from fedssl.datasets.decoding import Encoded, Page
+from fedssl.datasets.decoding import Bands, Encoded, Page
 from fedssl.datasets.image_index import ImageIndex
 from fedssl.datasets.images import EncodedImages, MappedImages, TensorImages
 from fedssl.datasets.pages import max_file_bytes
@@ -195,7 +195,7 @@ class Records(Storage):
         if isinstance(source, bytes):
             return source
         try:
-            assert not isinstance(source, Page)  # its file stays where it is
+            assert not isinstance(source, Page | Bands)  # their files stay where they are
             return read_bytes(source, max_bytes=max_file_bytes(self.index.decoding.max_pixels))
         except (OSError, ValueError):
             return b""

@@ -43,8 +43,8 @@ class _TiffPages(Pages):
     def page(self, number: int) -> Raster:
         return self.raster(self._numbers[number] if number else 0)
 
-    def raster(self, number: int) -> Raster:
-        """Return a page by its number in the file."""
+    def raster(self, number: int, *, as_rgb: bool = False) -> Raster:
+        """Return a page by its number in the file; ``as_rgb`` converts CMYK."""
         page: Any = self._file.pages[number]
         shape = (page.imagelength, page.imagewidth, page.samplesperpixel)
         check_shape(shape, max_pixels=self._max_pixels)
@@ -56,6 +56,10 @@ class _TiffPages(Pages):
             kind = f"colors {page.photometric.name}" if page.photometric in _OTHER else page.compression.name
             raise ValueError(f"it has {kind}; save it as RGB, with deflate, LZW or zstd")
         extra, no_data = page.extrasamples, _no_data(page)
+        if as_rgb:
+            white = 2**page.bitspersample - 1
+            rgb_shape = (*shape[:2], 3)
+            return Raster(shape=rgb_shape, load=lambda: _rgb(_values(page), white), limits=(0, white), dtype="uint16")
         return Raster(
             shape=shape,
             load=lambda: _values(page) if no_data is None else _without(_values(page), no_data),
@@ -86,6 +90,13 @@ def _without(values: np.ndarray, no_data: float) -> np.ndarray:
     """Replace pixels without data by NaN."""
     floats = values.astype(np.float64 if values.dtype.itemsize > 2 else np.float32)
     return np.where(values == no_data, np.nan, floats)
+
+
+def _rgb(cmyk: np.ndarray, white: int) -> np.ndarray:
+    """Convert inks to light, as Pillow does with 8 bits."""
+    light = white - cmyk[..., :4].astype(np.float64)
+    rgb: np.ndarray = light[..., :3] * light[..., 3:] / white
+    return rgb.round().astype(cmyk.dtype)
 
 
 def _values(page: Any) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import io
 import struct
+import tracemalloc
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from PIL import Image
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.encaps import encapsulate
+from pydicom.filebase import DicomBytesIO
+from pydicom.filewriter import write_dataset
 from pydicom.sequence import Sequence
 from pydicom.uid import (
     EnhancedCTImageStorage,
@@ -350,7 +353,9 @@ def test_values_that_are_not_finite_are_no_part_of_a_warning():
         Image.fromarray(np.array([[0, value]], np.float32)).save(stream, "TIFF")
         found = range_warnings([stream.getvalue()], Decoding(channels=1, size=2, window=[0, 1]))
         assert len(found) == np.isnan(value)
-        assert all("1 images have values that are not a number, which become black" in warning for warning in found)
+        assert all(
+            "1 images have pixels without a value (NaN, no data), which become black" in warning for warning in found
+        )
 
 
 def test_threads_leave_the_filter_of_warnings_alone():
@@ -374,3 +379,54 @@ def test_an_encoder_reads_them_as_in_training():
     content = make(RAMP, RescaleIntercept="-1024", RescaleSlope="1")
     with Image.open(io.BytesIO(content)) as image:
         assert (preprocess(image)[0, 0] * 255).round().tolist() == levels(content, window=[-1000, 1000])
+
+
+@pytest.mark.parametrize("photometric", ["MONOCHROME1", "MONOCHROME2"])
+@pytest.mark.parametrize("kind", [b"SS", b"US"])  # some files state the bits of a signed value as an unsigned one
+def test_pixels_beside_the_image_are_black(photometric, kind):
+    values = np.array([[-2000, -2000], [0, 4095]])
+    tags = {"PhotometricInterpretation": photometric, "PixelPaddingValue": -2000}
+    content = make(values, bits=16, signed=True, **tags).replace(b"\x28\0\x20\1SS", b"\x28\0\x20\1" + kind)
+    pixels = Decoding(channels=1, size=2, percentiles=[0, 100])(content)[0]
+    assert pixels[0].tolist() == [0, 0]
+    assert sorted(pixels[1].tolist()) == [0, 65535]  # percentiles are those of the image alone
+    assert opened(content)[1][1].tolist() == [0, 4095]
+    ranged = make(values, bits=16, signed=True, **tags, PixelPaddingRangeLimit=0)
+    assert np.isnan(opened(ranged)[1]).tolist() == [[True, True], [True, False]]
+
+
+@pytest.mark.parametrize("is_implicit", [False, True])
+def test_old_files_without_a_magic_number_are_read(tmp_path: Path, is_implicit):
+    dataset = pydicom.dcmread(FILES["CT_small"])
+    del dataset.file_meta
+    buffer = DicomBytesIO()
+    buffer.is_implicit_VR, buffer.is_little_endian = is_implicit, True
+    write_dataset(buffer, dataset)
+    (tmp_path / "a.dcm").write_bytes(buffer.getvalue())
+    decode = Decoding(channels=1, size=32)
+    assert np.array_equal(decode(tmp_path / "a.dcm"), decode(FILES["CT_small"]))
+    with pytest.raises(Exception, match="no pixels|no image of|No tag"):
+        decode(b"\x08\0\x05\0" + bytes(200))
+
+
+def test_only_the_requested_frame_is_read(tmp_path: Path):
+    frames = np.arange(1000 * 64 * 64, dtype=np.uint16).reshape(1000, 64, 64) % 4096
+    (tmp_path / "a.dcm").write_bytes(stack(frames))
+    tracemalloc.start()
+    with open_pages(tmp_path / "a.dcm", max_pixels=64 * 64, channels=1) as pages:  # of 8 MB; 1 MB would be the maximum
+        found = [np.asarray(pages.page(number))[0, 0] for number in (999, 0, 500)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == [frames[number, 0, 0] for number in (999, 0, 500)]
+    assert peak < 2**20
+
+
+def test_one_window_for_several_modalities_is_a_warning():
+    files = [FILES["693_J2KI"], FILES["CT_small"], FILES["MR_small"]]
+    (_, warning) = range_warnings(files, Decoding(channels=1, size=8, window=[-160, 240]))
+    assert warning.startswith("dataset.window=[-160,240] is used for several modalities, and makes these shares of")
+    assert "CT 54%, MR 79%; set dataset.window=null for the window of each file, or dataset.path to" in warning
+    inside = [values[np.isfinite(values)] for values in (opened(str(file))[1] for file in files)]
+    first, second, third = (np.mean((values < -160) | (values > 240)) for values in inside)
+    assert ((first + second) / 2, third) == pytest.approx((0.54, 0.79), abs=0.005)
+    assert range_warnings(files[1:], Decoding(channels=1, size=8, percentiles=[0.5, 99.5])) == ()

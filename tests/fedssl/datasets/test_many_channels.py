@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import tifffile
 import torch
+from PIL import Image
 
+from fedssl.datasets.decoding import Decoding
 from fedssl.export import load_encoder
 from simulation.run import run
 
@@ -59,3 +61,15 @@ def test_a_run_from_files_to_features(images, tmp_path):
     assert torch.allclose(encoder.preprocess(list(files)), expected, atol=1e-4)  # 16 bits
     for kind in (np.uint16, np.int32, np.float32):
         assert torch.allclose(encoder.preprocess(torch.from_numpy(values.astype(kind))), expected, atol=1e-6)
+
+
+def test_cmyk_of_16_bits_keeps_its_bits(tmp_path):
+    cmyk = np.random.default_rng(0).integers(0, 65536, (8, 8, 4), dtype=np.uint16)
+    tifffile.imwrite(tmp_path / "a.tif", cmyk, photometric="separated", planarconfig="contig")
+    rgb = Decoding(channels=3, size=8)(tmp_path / "a.tif")
+    ink = cmyk.astype(np.float64) / 65535
+    assert rgb.dtype == np.uint16
+    assert np.abs(rgb.transpose(1, 2, 0) - 65535 * (1 - ink[..., :3]) * (1 - ink[..., 3:])).max() <= 0.51
+    with Image.open(tmp_path / "a.tif") as image:  # Pillow's conversion of the upper 8 bits
+        assert np.abs(np.asarray(image.convert("RGB")) - rgb.transpose(1, 2, 0) / 257).max() <= 3
+    assert np.array_equal(Decoding(channels=4, size=8)(tmp_path / "a.tif").transpose(1, 2, 0), cmyk)

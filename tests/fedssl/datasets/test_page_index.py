@@ -96,3 +96,45 @@ def test_a_resumed_run_has_the_same_image_files(images, tmp_path):
         run([f"resume={tmp_path / 'run'}"])
     shutil.copytree(copy, images, dirs_exist_ok=True)
     run([f"resume={tmp_path / 'run'}"])
+
+
+@pytest.fixture
+def scenes(tmp_path: Path) -> Path:
+    """Two scenes of two classes each, with three bands of different resolutions."""
+    for number in range(4):
+        folder = tmp_path / "scenes" / ("field", "city")[number % 2] / f"S{number}"
+        folder.mkdir(parents=True)
+        for place, band in enumerate(("B02", "B03", "B8A")):
+            values = np.full((16 >> place, 16 >> place), 1000 * number + place, np.uint16)
+            tifffile.imwrite(folder / f"S{number}_{band}.tif", values)
+    return tmp_path / "scenes"
+
+
+@pytest.mark.parametrize("storage", ["decoded", "encoded"])
+def test_files_of_a_folder_are_channels(scenes, storage, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedssl.datasets.cache.MIN_SECONDS_TO_CACHE", 0)
+    for _ in range(2):  # the second time from the cache
+        made = read(scenes, "channels", channels=3, storage=storage, cache=str(tmp_path / "cache"))
+        assert made.classes == ("city", "field")
+        assert made.labels.tolist() == [0, 0, 1, 1]
+        expected = [[1000 * number + band for band in range(3)] for number in (1, 3, 0, 2)]
+        assert made.images[:].numpy()[:, :, 0, 0].tolist() == expected
+
+
+def test_folders_without_the_same_bands_are_refused(scenes):
+    with pytest.raises(
+        InputError, match=r"field/S0 has .* in place of dataset.channels=4 bands; .* or set dataset.pages="
+    ):
+        read(scenes / "field", "channels", channels=4, folders="none")
+    with pytest.raises(InputError, match=r"each image would be a class of its own, .*; set dataset.folders=none"):
+        read(scenes / "field", "channels", channels=3)
+    (scenes / "field" / "S2" / "S2_B02.tif").rename(scenes / "field" / "S2" / "S2_B04.tif")
+    with pytest.raises(InputError, match=r"S2 has S2_B03.tif, .* in place of bands such as 02.tif, 03.tif, 8A.tif"):
+        read(scenes / "field", "channels", channels=3, folders="none")
+
+
+def test_a_damaged_band_makes_its_image_unreadable(scenes):
+    (scenes / "field" / "S2" / "S2_B03.tif").write_bytes(b"II*\0damaged")
+    made = read(scenes, "channels", channels=3)
+    assert made.labels.tolist() == [0, 0, 1]
+    assert "S2_B02.tif and 2 more bands" in made.warnings[0]

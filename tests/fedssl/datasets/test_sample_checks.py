@@ -3,6 +3,7 @@
 import logging
 from pathlib import Path
 
+import imagecodecs
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -62,3 +63,11 @@ def test_white_glyphs_without_background_are_a_warning(tmp_path: Path, caplog):
     assert "set dataset.background, 0 is black" in caplog.text
     black = load_federated(settings_of("folder", path=str(tmp_path), size=8, background=0)).images[:]
     assert sorted(black.unique().tolist()) == [0, 255]
+
+
+def test_avif_of_more_than_8_bits_is_named():
+    values = np.linspace(0, 1023, 16 * 16 * 3).reshape(16, 16, 3).astype(np.uint16)
+    deep = imagecodecs.avif_encode(values, bitspersample=10)
+    plain = imagecodecs.avif_encode((values >> 2).astype(np.uint8))
+    (warning,) = range_warnings([deep, plain], Decoding(channels=3, size=8))
+    assert warning.startswith("1 of a sample of 2 images are AVIF or HEIC with more than 8 bits, of which 8 are used")
