@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fedssl.arrays import NO_COSINES, GlobalLayers, Layers
+from fedssl.arrays import NO_COSINES, Cosines, GlobalLayers, Layers
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
 from strategies.types import Aggregator, Mergeable
@@ -19,15 +19,22 @@ def aggregate(
     """Return the new layers of one round with these updates, which are validated, in order of partition id."""
     reference = as_reference(global_layers)
     updates = validated(reference, updates)
-    if isinstance(aggregator, Mergeable):
-        aggregator.set_clients([update.partition_id for update in updates])
-    aggregator.start(reference)
     all_cosines = [NO_COSINES] * len(updates)
     if needs_cosines:
         all_cosines = reference.cosines_of_all([update.layers for update in updates])
     for update, cosines in zip(updates, all_cosines, strict=True):
         if not cosines.finite:
             raise InputError(f"client {update.partition_id}: layer {cosines.first_invalid} has NaN or infinite values")
+    return aggregate_valid(reference, updates, all_cosines, aggregator)
+
+
+def aggregate_valid(
+    reference: GlobalLayers, updates: Sequence[ClientUpdate], all_cosines: Sequence[Cosines], aggregator: Aggregator
+) -> Layers:
+    """Return the new layers, given valid updates in order of partition id and their cosines with the global layers."""
+    if isinstance(aggregator, Mergeable):
+        aggregator.set_clients([update.partition_id for update in updates])
+    aggregator.start(reference)
     if type(aggregator) is WeightedSum:  # a subclass may do more with each update
         aggregator.add_all(updates, all_cosines)
     else:

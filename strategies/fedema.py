@@ -54,6 +54,16 @@ def blend(received: Layers, own: Layers, *, mu: float) -> Layers:
     return blended
 
 
+def own_share(scale: float | None, distance: float) -> float:
+    """Return mu, the share of the own weights; ``scale`` is lambda, None while it is unset."""
+    return 0.0 if scale is None else min(scale * distance, 1.0)
+
+
+def next_scale(scale: float | None, distance: float, *, tau: float) -> float | None:
+    """Return lambda after a training: the first distance above 0 sets it."""
+    return tau / distance if scale is None and distance > 0 else scale
+
+
 class FedEMAClient(ClientStrategy):
     """Client side of FedEMA."""
 
@@ -72,7 +82,7 @@ class FedEMAClient(ClientStrategy):
     def load_start(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> Layers:
         layers = plan.layers
         if state is not None:
-            mu = min(float(state[LAMBDA]) * float(state[DISTANCE]), 1.0) if LAMBDA in state else 0.0
+            mu = own_share(_scale_in(state), float(state[DISTANCE]))
             mine = {*upload_names_of(method, plan), *local_names(method)}  # without stages frozen since then
             own = {name: array for name, array in layers_in_state(state, method).items() if name in mine}
             layers = blend(plan.layers, own, mu=mu)
@@ -85,10 +95,9 @@ class FedEMAClient(ClientStrategy):
         if not math.isfinite(distance):
             return {}  # training failed: the client keeps its previous state
         new = {DISTANCE: torch.tensor(distance, dtype=torch.float64)}
-        if state is not None and LAMBDA in state:
-            new[LAMBDA] = state[LAMBDA]
-        elif distance > 0:
-            new[LAMBDA] = torch.tensor(self.tau / distance, dtype=torch.float64)
+        scale = next_scale(_scale_in(state), distance, tau=self.tau)
+        if scale is not None:
+            new[LAMBDA] = torch.tensor(scale, dtype=torch.float64)
         layers = {name: plan.layers[name] for name in upload_names_of(method, plan)}
         mixed = [name for name, array in layers.items() if is_weight(name, array) or name.startswith("predictor.")]
         return new | clone_tensors(method, [*mixed, *local_names(method)])
@@ -108,3 +117,7 @@ class FedEMA(FedSSLStrategy):
 
     def __init__(self, *, weighting: str = "examples", tau: float = 0.7, distance: str = "mean_conv_l2") -> None:
         super().__init__(ServerStrategy(make_weighted_mean(weighting)), FedEMAClient(tau=tau, distance=distance))
+
+
+def _scale_in(state: ClientState | None) -> float | None:
+    return float(state[LAMBDA]) if state is not None and LAMBDA in state else None

@@ -97,16 +97,25 @@ class Stages:
         return {**layers, **{name: layers[name.removeprefix("target_")].copy() for name in targets}}
 
     def _transfer(self, layers: Layers, phase: Phase) -> Layers:
-        before, new = self._names[phase.depth - 2], self._names[phase.depth - 1]
-        copied = {new + name.removeprefix(before): array for name, array in layers.items() if name.startswith(before)}
-        shapes = {name: array.shape for name, array in layers.items() if name.startswith(new)}
-        if {name: array.shape for name, array in copied.items()} != shapes:
+        copied = copy_stage(layers, self._names[phase.depth - 2], self._names[phase.depth - 1])
+        if copied is None:
             log.info("stage %d does not start with the weights of the previous stage: shapes differ", phase.depth)
-            return layers
-        return {**layers, **{name: array.copy() for name, array in copied.items()}}
+        return {**layers, **(copied or {})}
 
     def _running(self, phase: Phase, names: Iterable[str]) -> Iterator[str]:
         return (name for name in names if _runs(self._stage_ranges[name], phase.depth))
+
+
+def copy_stage(layers: Layers, before: str, new: str) -> Layers | None:
+    """Return the layers under the prefix ``new`` with copied weights of those under ``before``.
+
+    Return None if the layers of both have different names or shapes.
+    """
+    copied = {new + name.removeprefix(before): array for name, array in layers.items() if name.startswith(before)}
+    shapes = {name: array.shape for name, array in layers.items() if name.startswith(new)}
+    if {name: array.shape for name, array in copied.items()} != shapes:
+        return None
+    return {name: array.copy() for name, array in copied.items()}
 
 
 def check_phases(method: SSLMethod, phases: Sequence[Phase]) -> None:
