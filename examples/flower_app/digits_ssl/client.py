@@ -1,36 +1,32 @@
 """ClientApp: trains SimCLR on the digits of this client."""
 
 import torch
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from torch import nn
 
 from strategies.flower import client_mod
 
-app = ClientApp(mods=[client_mod])  # L-DAWA does not need the mod; FedU, FedEMA and EUC do
+app = ClientApp(mods=[client_mod])  # L-DAWA works without the mod; FedU, FedEMA and EUC need it
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16  # (1797, 1, 8, 8)
 
 
-def make_network() -> nn.ModuleDict:
+def make_network():
     """Return encoder and projector, with the same initial weights everywhere."""
     torch.manual_seed(0)
     encoder = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten())
-    return nn.ModuleDict({"encoder": encoder, "projector": nn.Linear(16 * 64, 32)})
-
-
-def images_and_labels() -> tuple[Tensor, Tensor]:
-    """Return all digits, ``(1797, 1, 8, 8)``, and their classes."""
-    digits = load_digits()
-    return torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16, torch.tensor(digits.target)
+    return nn.ModuleDict({"encoder": encoder, "projector": nn.Linear(1024, 32)})
 
 
 @app.train()
-def train(message: Message, context: Context) -> Message:
+def train(message, context):
     """Train one epoch: two noisy views of an image are close, those of other images are not."""
     network = make_network()
     network.load_state_dict(message.content["arrays"].to_torch_state_dict())
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
-    mine = images_and_labels()[0][:1400][context.node_config["partition-id"] :: context.node_config["num-partitions"]]
+    mine = images[:1400][context.node_config["partition-id"] :: context.node_config["num-partitions"]]
     for batch in mine[torch.randperm(len(mine))].split(64):
         views = torch.cat([batch + 0.2 * torch.randn_like(batch) for _ in range(2)])
         z = nn.functional.normalize(network["projector"](network["encoder"](views)))
