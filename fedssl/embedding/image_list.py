@@ -14,7 +14,7 @@ import numpy as np
 
 from fedssl.config.constraints import check_arguments
 from fedssl.config.literal import user_path
-from fedssl.datasets.decoding import MAX_PIXELS, THREADS, VERSION, Decoding, Encoded, unreadable_reason
+from fedssl.datasets.decoding import MAX_PIXELS, THREADS, VERSION, Decoding, Encoded, Page, unreadable_reason
 from fedssl.datasets.folder_layout import list_split
 from fedssl.datasets.holdout import NO_LABEL
 from fedssl.datasets.image_index import BATCH, ImageIndex, Place, Query, SequenceIndex, file_line
@@ -251,8 +251,11 @@ def _folder_labels(
             if folders != "auto" and split == "train":
                 raise
             continue
+        if found.files == index.images:  # no splits: nothing else to list
+            return found.labels, found.classes
         if found.labels is not None:
             of_file |= dict(zip(found.files, found.labels.tolist(), strict=True))
             classes = found.classes
-    files = (str(place.file) for place in index.places(np.arange(index.count)))
-    return np.fromiter((of_file.get(file, NO_LABEL) for file in files), dtype=np.int64, count=index.count), classes
+    files = (image.file if isinstance(image, Page) else image for image in index.images)
+    labels = (of_file.get(str(file), NO_LABEL) for file in files)
+    return np.fromiter(labels, dtype=np.int64, count=index.count), classes

@@ -1,0 +1,107 @@
+"""Names, labels, groups and pixels of images in every kind of source, in blocks and after an interruption."""
+
+import io
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from fedssl.embedding.image_list import ImageList, list_images
+
+
+def listed(path: Path | str, *, channels: int = 1, **settings: Any) -> ImageList:
+    return list_images(path, channels=channels, size=4, pixels={}, settings=settings)
+
+
+def png(value: int) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(np.full((4, 4), value, np.uint8)).save(stream, "png")
+    return stream.getvalue()
+
+
+def names(images: ImageList) -> list[str]:
+    return [place.name for place in images.places(np.arange(len(images)))]
+
+
+def values(images: ImageList, rows: list[int] | None = None) -> list[int]:
+    """The first pixel of each image."""
+    decoded = images.decode(np.arange(len(images)) if rows is None else np.array(rows))
+    return [int(value) for value in decoded[:, 0, 0, 0]]
+
+
+def test_samples_of_shards_are_named_by_their_keys(tmp_path: Path) -> None:
+    for shard in range(2):
+        with tarfile.open(tmp_path / f"s-{shard}.tar", "w") as archive:
+            for number in range(2):
+                for ending, content in (("png", png(10 * shard + number)), ("cls", str(number).encode())):
+                    member = tarfile.TarInfo(f"a/{number}.{ending}")
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+    images = listed(tmp_path, group="folder")
+    assert names(images) == ["s-0.tar[a/0]", "s-0.tar[a/1]", "s-1.tar[a/0]", "s-1.tar[a/1]"]
+    assert images.labels is not None
+    assert (images.labels.tolist(), images.groups(np.array([0, 3]))) == ([0, 1, 0, 1], ["a", "a"])
+    assert (values(images), values(images, [1, 2])) == ([0, 1, 10, 11], [1, 10])
+
+
+def test_rows_of_parquet_files_are_named_by_their_numbers(tmp_path: Path) -> None:
+    for file in range(2):
+        rows = {"image": [png(10 * file), png(10 * file + 1)], "label": ["a", None], "site": ["x", "y"]}
+        pq.write_table(pa.table(rows), tmp_path / f"{file}.parquet")
+    images = listed(tmp_path, group="site")
+    assert names(images) == ["0.parquet[0]", "0.parquet[1]", "1.parquet[0]", "1.parquet[1]"]
+    assert images.labels is not None
+    assert images.labels.tolist() == [0, -1, 0, -1]
+    assert images.groups(np.array([1, 2])) == ["y", "x"]
+    assert [block.images[:, 0, 0, 0].tolist() for block in images.blocks(3)] == [[0, 1, 10], [11]]
+    assert [block.end for block in images.blocks(2, start=1)] == [3, 4]
+
+
+def test_all_arrays_of_a_file_are_listed(tmp_path: Path) -> None:
+    arrays = {"train_images": np.array([1, 2, 3]), "val_images": np.array([4]), "test_images": np.array([5, 6])}
+    images = {name: np.broadcast_to(value[:, None, None], (len(value), 4, 4)) for name, value in arrays.items()}
+    labels = {"train_labels": np.array([0, 1, 0]), "val_labels": np.array([1]), "test_labels": np.array([1, 0])}
+    np.savez(tmp_path / "a.npz", **{name: array.astype(np.uint8) for name, array in (images | labels).items()})
+    found = listed(tmp_path / "a.npz")
+    assert names(found)[2:] == [
+        *("a.npz[train_images, 2]", "a.npz[test_images, 0]", "a.npz[test_images, 1]", "a.npz[val_images, 0]")
+    ]
+    assert found.labels is not None
+    assert found.labels.tolist() == [0, 1, 0, 1, 0, 1]
+    assert (values(found), values(found, [2, 4, 5])) == ([1, 2, 3, 5, 6, 4], [3, 6, 4])
+    assert [block.images[:, 0, 0, 0].tolist() for block in found.blocks(2, start=1)] == [[2, 3], [5, 6], [4]]
+
+
+def test_pages_are_named_by_their_numbers(tmp_path: Path) -> None:
+    pages = [Image.fromarray(np.full((4, 4), value, np.uint8)) for value in (7, 8)]
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "dog").mkdir()
+    for file in ("cat/1.tif", "dog/2.tif"):
+        pages[0].save(tmp_path / file, save_all=True, append_images=pages[1:])
+    images = listed(tmp_path, pages="all")
+    assert names(images) == ["cat/1.tif[0]", "cat/1.tif[1]", "dog/2.tif[0]", "dog/2.tif[1]"]
+    assert images.groups(np.array([1, 2])) == ["cat/1.tif", "dog/2.tif"]
+    assert images.labels is not None
+    assert [images.classes[label] for label in images.labels] == ["cat", "cat", "dog", "dog"]
+    assert values(images) == [7, 8, 7, 8]
+
+
+def test_digests_cover_files_and_settings(tmp_path: Path) -> None:
+    (tmp_path / "1.png").write_bytes(png(1))
+    first = listed(tmp_path).digest()
+    assert listed(tmp_path).digest() == first
+    assert listed(tmp_path, background=0).digest() != first
+    (tmp_path / "2.png").write_bytes(png(1))
+    assert listed(tmp_path).digest() != first
+
+
+@pytest.mark.parametrize("label", [None, "species"])
+def test_labels_can_be_of_another_column(tmp_path: Path, label: str | None) -> None:
+    (tmp_path / "1.png").write_bytes(png(1))
+    (tmp_path / "list.csv").write_text("path,label,species\n1.png,x,wolf\n")
+    assert listed(tmp_path / "list.csv", label=label).classes == (() if label is None else ("wolf",))
