@@ -1,14 +1,16 @@
 """Time and memory of ``fedssl-embed``: share of the encoder's own throughput, and growth with the number of images.
 
-    python benchmarks/embed.py [--backend onnx] [--images 2000] [--size 64] [--pixels 96]
+    python benchmarks/embed.py [--backend onnx] [--images 500] [--size 64] [--pixels 96]
 
 The encoder is a ResNet-18 with random weights, the images are JPEG of noise. Decoding and inference share the cores, so
 that on a CPU the ratio is at most the encoder's share of both. Run it on an idle machine.
 """
 
 import argparse
+import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,8 @@ from fedssl.export import save_encoder
 from fedssl.export.cli import run as export
 from fedssl.machine.memory import gigabytes, peak_memory
 
+REPETITIONS = 3
+
 
 def write_images(folder: Path, count: int, pixels: int) -> None:
     generator = np.random.default_rng(0)
@@ -34,14 +38,14 @@ def write_images(folder: Path, count: int, pixels: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default="torch")
-    for name, default in (("images", 2000), ("size", 64), ("pixels", 96)):
+    for name, default in (("images", 500), ("size", 64), ("pixels", 96)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
         write_images(here / "images", options.images, options.pixels)
-        settings = {"_target_": "fedssl.encoders.resnet18", "channels": 3, "size": options.size}
-        encoder = encoders.resnet18(channels=3, size=options.size)
+        arguments = {"channels": 3, "size": options.size, "stem": "imagenet"}
+        settings, encoder = {"_target_": "fedssl.encoders.resnet18", **arguments}, encoders.resnet18(**arguments)
         save_encoder(here / "encoder.pt", encoder, settings=settings, mean=[0.5] * 3, std=[0.25] * 3, metadata={})
         if options.backend == "onnx":
             export([f"encoder={here / 'encoder.pt'}", "format=onnx"])
@@ -50,21 +54,27 @@ def main() -> None:
         images = list_images(here / "images", channels=3, size=size, pixels=pixels, settings={})
         batch = next(images.blocks(embedder.batch_size)).images
         embedder(batch)  # warm-up
-        start = time.perf_counter()
-        for _ in range(repeats := max(1, options.images // len(batch))):
-            embedder(batch)
-        alone = repeats * len(batch) / (time.perf_counter() - start)
-        start = time.perf_counter()
-        for _ in images.blocks(embedder.batch_size):
-            pass
-        decoding = options.images / (time.perf_counter() - start)
-        start = time.perf_counter()
-        write_features(embedder, images, here / "features.parquet", skip_unreadable=False)
-        speed = options.images / (time.perf_counter() - start)
+        blocks = [batch] * max(1, options.images // len(batch))
+        share = len(blocks) * len(batch) / options.images
+        alone, decoding, together = [], [], []
+        for number in range(REPETITIONS):
+            alone.append(seconds(lambda: [embedder(block) for block in blocks]) / share)
+            decoding.append(seconds(lambda: [None for _ in images.blocks(embedder.batch_size)]))
+            file = here / f"features-{number}.parquet"
+            together.append(seconds(lambda file=file: write_features(embedder, images, file, skip_unreadable=False)))
+        ratio = statistics.median(one / both for one, both in zip(alone, together, strict=True))
+        bound = statistics.median(one / (one + other) for one, other in zip(alone, decoding, strict=True))
+        speeds = [options.images / statistics.median(times) for times in (alone, decoding, together)]
         print(
-            f"encoder alone {alone:,.0f} images/s, decoding alone {decoding:,.0f}, fedssl-embed {speed:,.0f}: "
-            f"{speed / alone:.2f} of the encoder; peak memory {gigabytes(peak_memory())}"
+            f"encoder alone {speeds[0]:,.0f} images/s, decoding {speeds[1]:,.0f}, fedssl-embed {speeds[2]:,.0f}: "
+            f"{ratio:.2f} of the encoder ({bound:.2f} if both need all cores); peak {gigabytes(peak_memory())}"
         )
+
+
+def seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

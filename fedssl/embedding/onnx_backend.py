@@ -63,6 +63,7 @@ def load(source: Path, *, device: str, folders: Sequence[Path]) -> OnnxEmbedder:
     options.intra_op_num_threads = available_cores()
     options.enable_cpu_mem_arena = False  # which would keep twice the memory of the largest layer
     options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # decoding threads need the cores
     try:
         session = onnxruntime.InferenceSession(str(file), options, providers=[provider])
         kind = next(name for name, value in _PROVIDERS.items() if value == provider)

@@ -1,6 +1,7 @@
 """An encoder that torch computes, on any of its devices."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fedssl.embedding.embedder import Embedder
 from fedssl.evaluation.features import extract
 from fedssl.export.encoder_file import load_encoder, saved_target
 from fedssl.machine.devices import select_device
+from fedssl.machine.process import default_threads, one_thread
 
 
 class TorchEmbedder(Embedder):
@@ -33,15 +35,17 @@ class TorchEmbedder(Embedder):
         )
 
     def _compute(self, images: np.ndarray) -> np.ndarray:
-        encoder = self.encoder
-        features: np.ndarray = extract(
-            encoder,
-            TensorImages(torch.from_numpy(images)),
-            mean=encoder.mean,
-            std=encoder.std,
-            device=self._device,
-            batch_size=self.batch_size,
-        ).numpy()
+        encoder, source = self.encoder, TensorImages(torch.from_numpy(images))
+        with one_thread() if default_threads(self.size) == 1 else nullcontext():
+            h = extract(
+                encoder,
+                source,
+                mean=encoder.mean,
+                std=encoder.std,
+                device=self._device,
+                batch_size=self.batch_size,
+            )
+        features: np.ndarray = h.numpy()
         return features
 
 
