@@ -57,6 +57,7 @@ def execute(notebook, folder, monkeypatch):
     return variables
 
 
+@pytest.mark.heavy
 def test_a_first_run(tmp_path, monkeypatch):
     notebook = read("first_run")
     notebook.cells[-1].source = notebook.cells[-1].source.replace("rounds=10", "rounds=2")
@@ -65,6 +66,7 @@ def test_a_first_run(tmp_path, monkeypatch):
     assert variables["run"].metrics.index.tolist() == [1, 2]
 
 
+@pytest.mark.heavy
 def test_images_of_a_folder(tmp_path, monkeypatch, capsys):
     variables = execute(read("your_images"), tmp_path, monkeypatch)
     assert len(variables["embeddings"].names) == 600
