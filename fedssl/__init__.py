@@ -14,7 +14,7 @@ __all__, _get, __dir__ = lazy_names(
     __name__,
     dict.fromkeys(("Composed", "Run", "compose", "load", "run"), "fedssl.api")
     | dict.fromkeys(("InputError", "RunError"), "fedssl.errors")
-    | {name: f"fedssl.{name}" for name in ("encoders", "evaluation", "losses", "partition")},
+    | {name: f"fedssl.{name}" for name in ("embedding", "encoders", "evaluation", "export", "losses", "partition")},
 )
 
 

@@ -1,5 +1,7 @@
+from fedssl import embedding as embedding
 from fedssl import encoders as encoders
 from fedssl import evaluation as evaluation
+from fedssl import export as export
 from fedssl import losses as losses
 from fedssl import partition as partition
 from fedssl.api import Composed as Composed

@@ -206,9 +206,8 @@ class Run:
         rows = []
         for line in lines:
             row = {key: float("nan") if value is None else value for key, value in line.items() if key != "units"}
-            if "dropped" in row:
-                row["dropped"] = len(row["dropped"])  # instead of a column for each client
-            rows.append(row)
+            dropped = {"dropped": len(line["dropped"])} if "dropped" in line else {}  # not a column for each client
+            rows.append(row | dropped)
         return pandas.json_normalize(rows) if rows else pandas.DataFrame({"round": []})
 
     def plot(self, *names: str) -> Figures:
@@ -222,9 +221,15 @@ class Run:
     def encoder(self) -> "torch.nn.Module":
         """The encoder in eval mode, a torch module with `preprocess`, see `fedssl.export.load_encoder`."""
         with _as_sentence():
-            from fedssl.evaluation.cli import encoder_file
+            from fedssl.config.commands import encoder_file
             from fedssl.export import load_encoder, saved_target
 
+            several = sorted(self.path.glob("encoder-*.pt"))
+            if several:
+                raise InputError(
+                    f"{self.path} has {len(several)} encoders; load one of them with "
+                    f"fedssl.export.load_encoder({str(several[0])!r})"
+                )
             file = encoder_file({"run": str(self.path)})
             return load_encoder(file, build=user_encoder(saved_target(file), self._config_dirs))
 
@@ -253,14 +258,16 @@ class Run:
     def evaluate(self, *overrides: str, path: PathLike | None = None, **settings: Value) -> dict[str, float]:
         """Evaluate the encoder as ``fedssl-evaluate`` does, e.g. ``run.evaluate(evaluation="linear", path="labeled")``.
 
-        Return each result, and its standard deviation under its name with suffix ``_std``.
+        Return each result, and its standard deviation under its name with suffix ``_std``. ``encoder=FILE`` and a
+        ``dataset`` select one of several encoders.
         """
         with _as_sentence(), restored_torch():
             from fedssl.evaluation.cli import evaluate_encoder
             from fedssl.evaluation.scores import to_flat_dict
 
             words = _words(overrides, path, self._config_dirs, settings)
-            return to_flat_dict(evaluate_encoder([f"run={quote_value(str(self.path))}", *words]).results)
+            own = [] if "encoder" in settings else [f"run={quote_value(str(self.path))}"]
+            return to_flat_dict(evaluate_encoder([*own, *words]).results)
 
 
 def _words(

@@ -117,6 +117,17 @@ def test_the_encoder_embeds_arrays_and_files(run, tmp_path):
         run.embed(tmp_path / "nowhere")
 
 
+def test_several_encoders_are_named(run, tmp_path):
+    several = shutil.copytree(run.path, tmp_path / "run")
+    (several / "encoder.pt").rename(several / "encoder-even.pt")
+    with pytest.raises(fedssl.InputError, match="has 1 encoders; load one of them with fedssl") as error:
+        fedssl.load(several).encoder  # noqa: B018
+    call = str(error.value).partition("with ")[2]
+    assert eval(call).feature_dim == run.encoder.feature_dim
+    results = fedssl.load(several).evaluate(encoder=several / "encoder-even.pt", dataset="digits", dataset__limit=50)
+    assert results.keys() == {"knn"}
+
+
 def test_evaluations_return_what_they_store(run):
     with nothing_left():
         results = run.evaluate("evaluation.k=5", evaluation="knn", dataset__limit=50)

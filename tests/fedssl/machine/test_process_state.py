@@ -1,0 +1,140 @@
+"""Each part of the process that a block changes is as before after it, and as an import left it in the next block."""
+
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl.machine import process_state
+from fedssl.machine.process import disable_dynamo_import
+from fedssl.machine.process_state import restored_process, restored_torch
+
+
+@pytest.fixture(autouse=True)
+def _nothing_set_before(monkeypatch):
+    monkeypatch.setattr(process_state, "_environment", {})
+    monkeypatch.setattr(process_state, "_filters", [])
+
+
+def test_variables_return_in_the_next_block_unless_the_user_sets_them(monkeypatch):
+    for name, value in {"SAME": "1", "CHANGED": "1", "REMOVED": "1"}.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    with restored_process():
+        os.environ["NEW"] = os.environ["CHANGED"] = "2"
+        del os.environ["REMOVED"]
+    assert dict(os.environ) == before
+    with restored_process():
+        assert dict(os.environ) == {**before, "NEW": "2"}
+    monkeypatch.setenv("NEW", "3")
+    with restored_process():
+        assert os.environ["NEW"] == "3"
+    assert os.environ["NEW"] == "3"
+
+
+def test_filters_of_warnings_return_in_the_next_block():
+    before = list(warnings.filters)
+    with restored_process():
+        warnings.filterwarnings("ignore", message="of an import")
+        (new,) = [each for each in warnings.filters if each not in before]
+    assert warnings.filters == before
+    for _ in range(2):
+        with restored_process():
+            assert warnings.filters == [new, *before]
+
+
+def test_folder_and_import_path_are_restored(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    with restored_process():
+        os.chdir("/")
+        sys.path += [str(tmp_path), "/library"]
+    assert Path.cwd() == tmp_path
+    assert sys.path == [*before, "/library"]  # which a library may need later
+    sys.path[:] = [*before, str(tmp_path)]
+    with restored_process():
+        pass
+    assert sys.path.pop() == str(tmp_path)  # of the user
+
+
+def test_signals_are_restored_in_the_main_thread():
+    def handler(number, frame):
+        pass
+
+    before = signal.getsignal(signal.SIGTERM)
+    with restored_process():
+        signal.signal(signal.SIGTERM, handler)
+    assert signal.getsignal(signal.SIGTERM) is before
+    failures = []
+
+    def block():
+        try:
+            with restored_process():
+                pass
+        except ValueError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=block)
+    thread.start()
+    thread.join()
+    assert failures == []
+
+
+def test_loggers_are_restored():
+    log, handler = logging.getLogger("of a library"), logging.NullHandler()
+    for logger in (log, logging.root):
+        before = (list(logger.handlers), logger.level, logger.propagate, logger.disabled)
+        with restored_process():
+            logger.addHandler(handler)
+            logger.setLevel(logging.CRITICAL)
+            logger.propagate, logger.disabled = False, True
+        assert (list(logger.handlers), logger.level, logger.propagate, logger.disabled) == before
+
+
+def test_blocks_of_threads_follow_each_other():
+    inside, most = [], []
+
+    def block():
+        with restored_process():
+            inside.append(1)
+            most.append(len(inside))
+            threading.Event().wait(0.02)
+            inside.pop()
+
+    threads = [threading.Thread(target=block) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1]
+    with restored_process(), restored_process():  # in one thread
+        pass
+
+
+def test_threads_and_random_numbers_of_torch_are_restored():
+    def state():
+        return (torch.get_num_threads(), random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
+
+    threads = torch.get_num_threads()
+    torch.manual_seed(1)
+    before = state()
+    function = torch.optim.Optimizer.zero_grad.__wrapped__
+    own = vars(function).get("__dynamo_disable")
+    with restored_torch():
+        torch.set_num_threads(threads + 1)
+        torch.manual_seed(2)
+        random.seed(3)
+        np.random.seed(4)
+        disable_dynamo_import()
+        assert vars(function)["__dynamo_disable"] is not None
+    assert all(np.array_equal(one, other) for one, other in zip(before[2:], state()[2:], strict=True))
+    assert before[:2] == state()[:2]
+    assert vars(function).get("__dynamo_disable") is (None if own is function else own)
