@@ -1,6 +1,7 @@
 """Features of all images of a path, in memory."""
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,7 @@ def check_readable(images: ImageList, unreadable: Mapping[int, str], *, skip: bo
         return
     first = sorted(unreadable)[:_MAX_NAMED]
     places = images.places(np.array(first))
-    listed = [f"{place.name} ({unreadable[row]})" for place, row in zip(places, first, strict=True)]
+    listed = [f"{place.name} ({_of_encoder(unreadable[row])})" for place, row in zip(places, first, strict=True)]
     more = f" and {len(unreadable) - len(first):,} more" if len(unreadable) > len(first) else ""
     line = f"{len(unreadable):,} of {len(images):,} images cannot be read: {', '.join(listed)}{more}"
     if len(unreadable) == len(images):
@@ -106,3 +107,8 @@ def check_readable(images: ImageList, unreadable: Mapping[int, str], *, skip: bo
     if not skip:
         raise InputError(f"{line}; repair or remove them, or leave them out with skip_unreadable=true")
     log.warning("%s", sanitize(f"{line}; they are left out"))
+
+
+def _of_encoder(reason: str) -> str:
+    """Return a reason without the advice to change the number of channels, which is that of the encoder."""
+    return re.sub(r"; set dataset\.channels=.*", "", reason).replace("dataset.channels=", "the encoder's channels=")

@@ -1,15 +1,19 @@
 """Features of the images of a path, compared with the encoder's on images that Pillow decodes."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from fedssl import encoders
+from fedssl.datasets.raster import pixel_metadata
 from fedssl.embedding import embed_path, load_embedder
 from fedssl.errors import InputError
-from fedssl.export import load_encoder
+from fedssl.export import load_encoder, save_encoder
+from fedssl.export.cli import run as export
 from tests.fedssl.export.test_formats import SMALL, write_encoder
 
 
@@ -83,6 +87,27 @@ def test_rows_of_tables_have_names_and_values(run: Path, tmp_path: Path) -> None
     assert (found.names, found.values("site")) == (["b.png", "a.png"], ["north", "south"])
     assert found.labels is not None
     assert [found.classes[label] for label in found.labels] == ["dog", "cat"]
+
+
+@pytest.mark.parametrize("settings", [{"window": [100, 3000]}, {"percentiles": [5, 95]}])
+def test_backends_agree_on_scaled_values(tmp_path: Path, settings: dict[str, Any]) -> None:
+    arguments = {"channels": 1, "size": 8, "width": 4}
+    encoder, file = encoders.conv_small(**arguments), tmp_path / "encoder.pt"
+    target = {"_target_": "fedssl.encoders.conv_small", **arguments}
+    save_encoder(file, encoder, settings=target, mean=[0.5], std=[0.25], metadata=pixel_metadata(settings))
+    export([f"encoder={file}", "format=onnx"])
+    (tmp_path / "photos").mkdir()
+    for number, values in enumerate(np.random.default_rng(0).integers(0, 4096, (3, 9, 9)).astype(np.uint16)):
+        Image.fromarray(values).save(tmp_path / "photos" / f"{number}.png")
+    first, second = (
+        embed_path(load_embedder(file, device="cpu", backend=backend), tmp_path / "photos")
+        for backend in ("torch", "onnx")
+    )
+    loaded = load_encoder(file)
+    with torch.no_grad():
+        expected = loaded(loaded.preprocess([tmp_path / "photos" / name for name in first.names])).numpy()
+    np.testing.assert_allclose(first.features, expected, atol=1e-5)
+    np.testing.assert_allclose(second.features, expected, atol=1e-5)
 
 
 def test_arrays_of_another_form_are_rejected(run: Path) -> None:
