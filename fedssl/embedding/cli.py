@@ -25,7 +25,7 @@ from fedssl.embedding.embedder import BACKENDS, Embedder, load_embedder
 from fedssl.embedding.embeddings import check_readable, list_for, log
 from fedssl.embedding.formats import FORMATS, Table, check_out
 from fedssl.embedding.image_list import ImageList
-from fedssl.embedding.partial import Partial, open_partial, remove_partial
+from fedssl.embedding.partial import Partial, open_partial, partial_bytes, remove_partial
 from fedssl.errors import InputError
 from fedssl.machine.memory import gigabytes
 from fedssl.safe_io import sanitize
@@ -93,7 +93,7 @@ def write_features(embedder: Embedder, images: ImageList, out: Path, *, skip_unr
     unreadable images, unless they are to be skipped, or if the disk is too small.
     """
     about = {"encoder": embedder.digest, "images": images.digest(), "version": __version__}
-    _check_disk(out, 2 * 4 * embedder.dimension * len(images))
+    _check_disk(out, 2 * 4 * embedder.dimension * len(images) - partial_bytes(out))
     with open_partial(out, about, embedder.dimension) as partial:
         if partial.is_changed:
             log.warning("the images, their settings or the encoder have changed: all images are embedded again")

@@ -95,7 +95,7 @@ class Partial:
 @contextmanager
 def open_partial(out: Path, about: Mapping[str, Any], dimension: int) -> Iterator[Partial]:
     """Open what an earlier process has computed for the file ``out``, and lock it; raise an `InputError` if it is."""
-    folder = make_subfolder(out.parent, f".{out.name}.partial")
+    folder = make_subfolder(out.parent, _folder(out).name)
     with (folder / "lock").open("w") as stream:
         if not lock(stream.fileno()):
             raise InputError(f"another process writes out={out}; wait for it, or choose another file")
@@ -104,8 +104,20 @@ def open_partial(out: Path, about: Mapping[str, Any], dimension: int) -> Iterato
             yield partial
         finally:
             partial.close()
+            if not partial.count:
+                remove_partial(out)
+
+
+def partial_bytes(out: Path) -> int:
+    """Return the size of what an earlier process has computed for a file."""
+    file = _folder(out) / "features"
+    return file.stat().st_size if file.is_file() else 0
+
+
+def _folder(out: Path) -> Path:
+    return out.with_name(f".{out.name}.partial")
 
 
 def remove_partial(out: Path) -> None:
     """Remove what is left of an unfinished file."""
-    shutil.rmtree(out.with_name(f".{out.name}.partial"), ignore_errors=True)
+    shutil.rmtree(_folder(out), ignore_errors=True)

@@ -111,6 +111,7 @@ def test_wrong_images_end_the_first_block(run: Path, tmp_path: Path, monkeypatch
         InputError, match=r"8 of 20 images cannot be read: 00.npy \(it has 5 channels but the encoder's channels=3\)"
     ):
         embed(run, tmp_path / "photos", tmp_path / "a.npy")
+    assert not list(tmp_path.glob(".a*"))
 
 
 @pytest.mark.parametrize(
