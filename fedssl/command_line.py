@@ -46,6 +46,7 @@ def _main(name: str, module: str) -> None:
 fedssl = partial(_main, "fedssl", "simulation.cli")
 fedssl_evaluate = partial(_main, "fedssl-evaluate", "fedssl.evaluation.cli")
 fedssl_embed = partial(_main, "fedssl-embed", "fedssl.embedding.cli")
+fedssl_explore = partial(_main, "fedssl-explore", "fedssl.explore.cli")
 fedssl_export = partial(_main, "fedssl-export", "fedssl.export.cli")
 fedssl_report = partial(_main, "fedssl-report", "fedssl.report.cli")
 fedssl_runs = partial(_main, "fedssl-runs", "fedssl.runs.cli")

@@ -87,6 +87,11 @@ class ImageList:
         for part, start, end in zip(self.parts, self._starts, self._starts[1:], strict=False):
             yield part, rows[np.searchsorted(rows, start) : np.searchsorted(rows, end)] - start
 
+    def at(self, rows: np.ndarray) -> "ImageList":
+        """Return the images at ascending ``rows``."""
+        parts = [part.at(chosen) for part, chosen in self._split(rows) if len(chosen)]
+        return replace(self, parts=parts, labels=None if self.labels is None else self.labels[rows])
+
     def places(self, rows: np.ndarray) -> list[Place]:
         """Return the files of the images at ascending ``rows``, below the folder of the images."""
         found = chain.from_iterable(part.places(chosen) for part, chosen in self._split(rows))

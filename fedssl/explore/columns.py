@@ -1,0 +1,90 @@
+"""Values of images by which a page colors, lists and searches them: a number for each image and the text of each."""
+
+import itertools
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MISSING = "(none)"
+_MAX_NUMBERS = 20  # different numbers up to which each has a color; more are divided into ranges
+_RANGES = 6
+
+
+@dataclass(frozen=True)
+class Column:
+    """Values of images by text.
+
+    Attributes
+    ----------
+    title : str
+        What the values are.
+    values : tuple of str
+        Text of each different value.
+    codes : ndarray
+        Index into ``values`` for each image, ``(n,)``.
+    missing : int or None
+        Index of the text for images without a value; None if all have one.
+    """
+
+    title: str
+    values: tuple[str, ...]
+    codes: np.ndarray
+    missing: int | None = None
+
+    def for_script(self) -> dict[str, object]:
+        """Return plain values for the page's script."""
+        codes = encode(self.codes.astype(np.uint32))
+        return {"title": self.title, "values": self.values, "codes": codes, "missing": self.missing}
+
+
+def encode(values: np.ndarray) -> str:
+    """Return the bytes of an array, little-endian, in base64."""
+    return b64encode(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()).decode()
+
+
+def coded(title: str, codes: np.ndarray, names: Sequence[str]) -> Column:
+    """Return a column of numbers ``(n,)`` with their names, where the negative ones are missing.
+
+    Numbers without a name are their own names.
+    """
+    present, inverse = np.unique(codes, return_inverse=True)
+    values = [MISSING if code < 0 else names[code] if code < len(names) else str(code) for code in present.tolist()]
+    missing = 0 if len(present) and present[0] < 0 else None
+    return Column(title, tuple(values), inverse.reshape(-1), missing)
+
+
+def column_of(title: str, values: Sequence[object]) -> Column:
+    """Return a column of any values; None, an empty text and not-a-number are missing.
+
+    Many different numbers are divided into ranges with equal numbers of images.
+    """
+    texts = [MISSING if value is None or str(value).strip() in ("", "nan") else str(value) for value in values]
+    numbers = _numbers(texts)
+    if numbers is not None and len(np.unique(numbers[~np.isnan(numbers)])) > _MAX_NUMBERS:
+        return _ranges(title, numbers)
+    present = sorted(set(texts), key=lambda text: (text != MISSING, numbers is not None and _key(text), text))
+    code_of = {text: code for code, text in enumerate(present)}
+    missing = code_of.get(MISSING)
+    return Column(title, tuple(present), np.array([code_of[text] for text in texts], np.int64), missing)
+
+
+def _key(text: str) -> float:
+    return 0.0 if text == MISSING else float(text)
+
+
+def _numbers(texts: Sequence[str]) -> np.ndarray | None:
+    """Return texts as float64, not-a-number where one is missing; None if one is no number, or all are missing."""
+    try:
+        numbers = np.array([np.nan if text == MISSING else float(text) for text in texts])
+    except ValueError:
+        return None
+    return None if np.isinf(numbers).any() or np.isnan(numbers).all() else numbers
+
+
+def _ranges(title: str, numbers: np.ndarray) -> Column:
+    known = ~np.isnan(numbers)
+    edges = np.unique(np.quantile(numbers[known], np.linspace(0, 1, _RANGES + 1)))
+    codes = np.where(known, np.clip(np.searchsorted(edges, numbers, side="right") - 1, 0, len(edges) - 2), -1)
+    return coded(title, codes, [f"{low:g} to {high:g}" for low, high in itertools.pairwise(edges)])

@@ -1,0 +1,68 @@
+"""Features in a file of ``fedssl-embed``, compared with the images and the encoder that they belong to."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from fedssl.embedding.embedder import Embedder
+from fedssl.embedding.formats import EMBEDDING
+from fedssl.errors import InputError
+from fedssl.explore.images import PathImages
+
+
+def read_features(file: Path, images: PathImages, embedder: Embedder) -> dict[str, np.ndarray]:
+    """Return features by the names of the images; `InputError` if they are of other images or another encoder."""
+    if not file.is_file() or file.suffix not in (".parquet", ".npy"):
+        raise InputError(f"embeddings={file} must be a .parquet or .npy file; make it with fedssl-embed")
+    try:
+        names, features, about = (_read_parquet if file.suffix == ".parquet" else _read_npy)(file)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, pa.ArrowException) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"embeddings={file} is damaged, or no file of fedssl-embed ({reason}); make it again"
+        ) from error
+    again = f"make it again with: fedssl-embed run=DIR images=PATH out={file.name}"
+    if features.ndim != 2 or features.shape[1] != embedder.dimension or len(names) != len(features):
+        raise InputError(
+            f"embeddings={file} has {len(names):,} names and features of shape {features.shape}, but this encoder has "
+            f"{embedder.dimension} dimensions; {again}"
+        )
+    if about.get("encoder", embedder.digest) != embedder.digest:
+        raise InputError(
+            f"embeddings={file} is of another encoder, or of another backend than {type(embedder).__name__}; set run= "
+            f"and backend= as for fedssl-embed, or {again}"
+        )
+    if about.get("images", digest := images.images.digest()) != digest:
+        raise InputError(
+            f"embeddings={file} is of other images, or these have changed since; set images= and dataset.* as for "
+            f"fedssl-embed, or {again}"
+        )
+    if not np.isfinite(features).all():
+        raise InputError(f"embeddings={file} has values that are NaN or infinite; {again}")
+    known = dict(zip(names, features, strict=True))
+    missing = [name for name in images.names(np.arange(len(images))) if name not in known]
+    if missing and (len(missing) == len(images) or "images" not in about):
+        raise InputError(
+            f"embeddings={file} has no features of {len(missing):,} of {len(images):,} images, such as {missing[0]}; "
+            f"{again}"
+        )
+    return known
+
+
+def _read_parquet(file: Path) -> tuple[list[str], np.ndarray, dict[str, str]]:
+    table = pq.read_table(file, columns=["name", EMBEDDING])
+    values = table[EMBEDDING].combine_chunks()
+    features = values.flatten().to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
+    about = json.loads((table.schema.metadata or {}).get(b"fedssl", b"{}"))
+    return table["name"].to_pylist(), features.reshape(len(table), -1), dict(about)
+
+
+def _read_npy(file: Path) -> tuple[list[str], np.ndarray, dict[str, str]]:
+    features = np.load(file, mmap_mode="r", allow_pickle=False)
+    types = pyarrow.csv.ConvertOptions(column_types={"name": pa.string()}, include_columns=["name"])
+    names = pyarrow.csv.read_csv(file.with_suffix(".csv"), convert_options=types)["name"].to_pylist()
+    return names, features, {}

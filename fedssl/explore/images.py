@@ -1,0 +1,160 @@
+"""The images of a page with their features: those of a path, or without a path those of a run's clients."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from fedssl.digests import new_identity
+from fedssl.embedding.embedder import Embedder
+from fedssl.embedding.embeddings import check_readable
+from fedssl.embedding.image_list import Block, ImageList
+from fedssl.explore.columns import Column, coded, column_of
+from fedssl.explore.thumbnails import Sheets, thumbnail_size
+from fedssl.seeding import numpy_generator
+
+_THUMBNAILS = 256  # decoded at once
+
+
+class Images(Protocol):
+    """Images that are decoded when they are used. Rows are ascending numbers of these images."""
+
+    @property
+    def name(self) -> str:
+        """Name of the images, without the folders above them."""
+
+    def __len__(self) -> int: ...
+
+    def blocks(self, size: int) -> Iterator[Block]:
+        """Yield all images in order, ``size`` at a time."""
+
+    def decode(self, rows: np.ndarray, *, size: int) -> np.ndarray:
+        """Return the images in another size, ``(n, channels, size, size)``."""
+
+    def names(self, rows: np.ndarray) -> list[str]:
+        """Return the names of the images."""
+
+    def columns(self, rows: np.ndarray, further: Sequence[str]) -> list[Column]:
+        """Return what is known about the images, and further columns of their source."""
+
+    def check(self, unreadable: dict[int, str]) -> str:
+        """Return a warning about unreadable images, or an empty text; `InputError` if none is readable."""
+
+    def sampled(self, limit: int) -> "Images":
+        """Return at most ``limit`` of the images, always the same."""
+
+
+def sample(count: int, limit: int) -> np.ndarray:
+    """Draw ``min(count, limit)`` ascending numbers below ``count``, always the same."""
+    return np.sort(numpy_generator(0, "explore").permutation(count)[:limit])
+
+
+@dataclass(frozen=True)
+class PathImages:
+    """Images of a path."""
+
+    name: str
+    images: ImageList
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def blocks(self, size: int) -> Iterator[Block]:
+        return self.images.blocks(size)
+
+    def decode(self, rows: np.ndarray, *, size: int) -> np.ndarray:
+        return self.images.decode(rows, size=size)
+
+    def names(self, rows: np.ndarray) -> list[str]:
+        # Names of files may have any bytes, which are no text.
+        return [
+            place.name.encode(errors="surrogateescape").decode(errors="backslashreplace")
+            for place in self.images.places(rows)
+        ]
+
+    def columns(self, rows: np.ndarray, further: Sequence[str]) -> list[Column]:
+        found = []
+        if self.images.labels is not None:
+            found.append(coded("label", self.images.labels[rows], self.images.classes))
+        groups = self.images.groups(rows)
+        if groups is not None:
+            found.append(column_of("group", groups))
+        for name in further:
+            values = self.images.values(name)
+            found.append(column_of(name, [values[row] for row in rows]))
+        return found
+
+    def check(self, unreadable: dict[int, str]) -> str:
+        check_readable(self.images, unreadable, skip=True)
+        if not unreadable:
+            return ""
+        named = ", ".join(self.names(np.array(sorted(unreadable)[:5])))
+        return f"{len(unreadable):,} of {len(self):,} images cannot be read and are left out, such as {named}."
+
+    def sampled(self, limit: int) -> "PathImages":
+        return replace(self, images=self.images.at(sample(len(self), limit)))
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The readable images of a page."""
+
+    names: list[str]
+    features: np.ndarray  # float32, ``(n, dimension)``
+    columns: list[Column]
+    sheets: Sheets
+    digests: list[bytes]  # equal for images with equal pixels in the encoder's size
+    warning: str
+
+
+def collect(
+    images: Images,
+    embedder: Embedder,
+    *,
+    known: dict[str, np.ndarray] | None,
+    bands: Sequence[int],
+    further: Sequence[str],
+    progress: Any,
+) -> Collected:
+    """Compute features and thumbnails of images in blocks.
+
+    Parameters
+    ----------
+    images, embedder
+        See `Images` and `fedssl.embedding.Embedder`.
+    known : dict or None
+        Features by the names of the images, which are then not computed.
+    bands, further
+        Channels of the thumbnails, and further columns of the source.
+    progress : callable
+        Called with the number of images that are done.
+    """
+    size = thumbnail_size(len(images))
+    sheets = Sheets(len(images), size, bands)
+    is_enough = embedder.size >= size  # decoded images give their thumbnails
+    features, rows, digests, unreadable = list[np.ndarray](), list[np.ndarray](), list[bytes](), dict[int, str]()
+    for block in images.blocks(embedder.batch_size):
+        if known is None:
+            features.append(embedder(block.images))
+        digests += [new_identity(image.tobytes()).digest() for image in block.images]
+        if is_enough:
+            sheets.add(block.images)
+        rows.append(block.rows)
+        unreadable |= block.unreadable
+        progress(block.end)
+    warning = images.check(unreadable)
+    readable = np.concatenate(rows)
+    for start in () if is_enough else range(0, len(readable), _THUMBNAILS):
+        sheets.add(images.decode(readable[start : start + _THUMBNAILS], size=size))
+        progress(int(readable[start]))
+    sheets.finish()
+    names = images.names(readable)
+    return Collected(
+        names=names,
+        features=np.concatenate(features) if known is None else np.stack([known[name] for name in names]),
+        columns=images.columns(readable, further),
+        sheets=sheets,
+        digests=digests,
+        warning=warning,
+    )

@@ -1,0 +1,84 @@
+"""The images of a run's clients, in the size of its encoder, with the client of each."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fedssl.config.load import default_unlabeled_partition, load_settings
+from fedssl.config.overrides import quote_value
+from fedssl.datasets.base import ImageData, load_federated, select
+from fedssl.datasets.geometry import fit_tensor
+from fedssl.datasets.raster import convert, unit_values
+from fedssl.embedding.image_list import Block
+from fedssl.errors import InputError
+from fedssl.explore.columns import Column, coded
+from fedssl.explore.images import sample
+from fedssl.partition.partition import client_indices
+
+
+@dataclass(frozen=True)
+class RunImages:
+    """Images that the clients of a simulation have."""
+
+    name: str
+    data: ImageData
+    numbers: np.ndarray  # of the images in the data set, int64 ``(n,)``
+    clients: np.ndarray  # int64, ``(n,)``, -1 for images of no client
+
+    def __len__(self) -> int:
+        return len(self.data.images)
+
+    def blocks(self, size: int) -> Iterator[Block]:
+        start = 0
+        for images in self.data.images.chunks(size):
+            end = start + len(images)
+            yield Block(rows=np.arange(start, end), images=images.numpy(), unreadable={}, end=end)
+            start = end
+
+    def decode(self, rows: np.ndarray, *, size: int) -> np.ndarray:
+        images = self.data.images[torch.from_numpy(rows)]
+        dtype = str(images.dtype).removeprefix("torch.")
+        fitted = fit_tensor(unit_values(images), size).clamp(0, 1).numpy()
+        return convert(fitted, "uint8") if dtype == "uint8" else fitted
+
+    def names(self, rows: np.ndarray) -> list[str]:
+        if self.data.origin is None:
+            return [f"image {number}" for number in self.numbers[rows]]
+        index, of_index = self.data.origin
+        return [index.image_name(int(row)) for row in of_index[rows]]
+
+    def columns(self, rows: np.ndarray, further: Sequence[str]) -> list[Column]:
+        if further:
+            raise InputError(f"columns={','.join(further)} are those of images=PATH; add images=PATH")
+        names = [f"client {number}" for number in range(int(self.clients.max()) + 1)]
+        found = [coded("client", self.clients[rows], names)]
+        if self.data.labels is not None:
+            found.insert(0, coded("label", self.data.labels.numpy()[rows], self.data.classes))
+        if self.data.owners is not None:
+            found.append(coded("owner", self.data.owners.numpy()[rows], self.data.owner_names))
+        return found
+
+    def check(self, unreadable: dict[int, str]) -> str:
+        return ""
+
+    def sampled(self, limit: int) -> "RunImages":
+        rows = sample(len(self), limit)
+        data = select(self.data, torch.from_numpy(rows))
+        return replace(self, data=data, numbers=self.numbers[rows], clients=self.clients[rows])
+
+
+def load_run_images(run: Path, *, channels: int, size: int, overrides: Sequence[str]) -> RunImages:
+    """Load the images of a run's clients; `InputError` if they are on devices."""
+    settings = load_settings([*overrides, f"resume={quote_value(str(run.resolve()))}"])
+    if settings.data.channels != channels:
+        raise InputError(f"the encoder takes {channels} channels but the images of {run} have {settings.data.channels}")
+    data = load_federated(settings.data.resized(size))
+    if data.labels is None:
+        settings = default_unlabeled_partition(settings)
+    clients = np.full(len(data.images), -1)
+    for client, rows in enumerate(client_indices(settings.partition, data)):
+        clients[rows] = client
+    return RunImages(settings.data.name, data, np.arange(len(data.images)), clients)

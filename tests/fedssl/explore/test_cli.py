@@ -1,0 +1,191 @@
+"""The command ``fedssl-explore``: pages of paths and of runs, files of features, sampling, bands and bad input."""
+
+import shutil
+import subprocess
+import sys
+from base64 import b64decode
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedssl.embedding import cli as embed_cli
+from fedssl.embedding.embedder import Embedder
+from fedssl.errors import InputError
+from fedssl.explore import cli
+from fedssl.explore.images import sample
+from tests.fedssl.embedding.test_embeddings import NAMES, run, write_images
+from tests.fedssl.explore.test_page import HOSTILE, data_of
+from tests.fedssl.export.test_formats import SMALL, write_encoder
+
+__all__ = ["run"]
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    write_images(tmp_path / "photos", NAMES)
+    return tmp_path / "photos"
+
+
+def explore(run: Path, *others: str) -> tuple[str, dict]:
+    out = run.parent / "page.html"
+    text = cli.run([f"run={run}", f"out={out}", "device=cpu", "projection=pca", *others])
+    return text, data_of(out.read_text())
+
+
+def column(data: dict, title: str) -> list[str]:
+    (found,) = (each for each in data["columns"] if each["title"] == title)
+    return [found["values"][code] for code in np.frombuffer(b64decode(found["codes"]), "<u4")]
+
+
+def test_the_page_has_names_labels_and_neighbors(run: Path, photos: Path) -> None:
+    text, data = explore(run, f"images={photos}")
+    assert "40 images" in text
+    assert data["names"] == sorted(NAMES)
+    assert column(data, "label") == [name.partition("/")[0] for name in sorted(NAMES)]
+    assert str(run.parent) not in (run.parent / "page.html").read_text()
+
+
+@pytest.mark.parametrize("ending", ["parquet", "npy"])
+def test_features_of_a_file_are_not_computed(
+    run: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    file = run.parent / f"features.{ending}"
+    embed_cli.run([f"run={run}", f"images={photos}", f"out={file}", "device=cpu"])
+    _, expected = explore(run, f"images={photos}")
+    monkeypatch.setattr(Embedder, "__call__", lambda *_: pytest.fail("computed"))
+    assert explore(run, f"images={photos}", f"embeddings={file}")[1] == expected
+    assert len(explore(run, f"images={photos}", f"embeddings={file}", "limit=7")[1]["names"]) == 7
+
+
+def test_features_of_other_images_or_encoders_are_refused(run: Path, photos: Path, tmp_path: Path) -> None:
+    file = tmp_path / "features.parquet"
+    embed_cli.run([f"run={run}", f"images={photos}", f"out={file}", "device=cpu"])
+    embed_cli.run([f"run={run}", f"images={photos}", f"out={file.with_suffix('.npy')}", "device=cpu"])
+    np.save(tmp_path / "nan.npy", np.full((40, 16), np.nan, np.float32))
+    shutil.copy(file.with_suffix(".csv"), tmp_path / "nan.csv")
+    np.save(tmp_path / "narrow.npy", np.zeros((40, 3), np.float32))
+    shutil.copy(file.with_suffix(".csv"), tmp_path / "narrow.csv")
+    (tmp_path / "damaged.parquet").write_bytes(b"PAR1 no")
+    write_images(tmp_path / "other", ["new.png"])
+    (tmp_path / "second").mkdir()
+    write_encoder(tmp_path / "second" / "encoder.pt", {**SMALL, "size": 16})
+    for source, images, name, message in [
+        (run, tmp_path / "other", "features.parquet", "of other images"),
+        (run, tmp_path / "other", "features.npy", "no features of 1 of 1 images, such as new.png"),
+        (tmp_path / "second", photos, "features.parquet", "of another encoder"),
+        (run, photos, "nan.npy", "NaN or infinite"),
+        (run, photos, "narrow.npy", "16 dimensions"),
+        (run, photos, "damaged.parquet", "damaged"),
+        (run, photos, "missing.parquet", "must be a .parquet or .npy file"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            explore(source, f"images={images}", f"embeddings={tmp_path / name}")
+
+
+def test_many_images_are_sampled_with_a_sentence(run: Path, photos: Path) -> None:
+    _, data = explore(run, f"images={photos}", "limit=11")
+    assert data["names"] == [sorted(NAMES)[row] for row in sample(40, 11)]
+    assert column(data, "label") == [name.partition("/")[0] for name in data["names"]]
+    assert "11 of 40 images are on this page, drawn at random" in (run.parent / "page.html").read_text()
+
+
+def test_samples_are_ascending_and_repeat() -> None:
+    rows = sample(100_000, 10_000)
+    assert len(set(rows.tolist())) == 10_000
+    assert (np.diff(rows) > 0).all()
+    assert np.array_equal(rows, sample(100_000, 10_000))
+    assert sample(5, 10).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_damaged_images_are_named_and_left_out(run: Path, photos: Path) -> None:
+    (photos / "cat" / HOSTILE).write_bytes(b"no image")
+    _, data = explore(run, f"images={photos}")
+    assert len(data["names"]) == 40
+    page = (run.parent / "page.html").read_text()
+    assert "1 of 41 images cannot be read and are left out, such as cat/&lt;img" in page
+    for name in NAMES:
+        (photos / name).write_bytes(b"no image")
+    (run.parent / "page.html").unlink()
+    with pytest.raises(InputError, match="41 of 41 images cannot be read"):
+        explore(run, f"images={photos}")
+    assert not (run.parent / "page.html").exists()
+
+
+def test_columns_of_a_manifest_color_the_images(run: Path, photos: Path) -> None:
+    lines = [
+        "path,label,site",
+        *(f"photos/{name},{'' if number % 2 else 'x'},site {number % 3}" for number, name in enumerate(NAMES)),
+    ]
+    (photos.parent / "list.csv").write_text("\n".join(lines))
+    _, data = explore(run, f"images={photos.parent / 'list.csv'}", "columns=site", "limit=9")
+    expected = {f"photos/{name}": f"site {number % 3}" for number, name in enumerate(NAMES)}
+    assert column(data, "site") == [expected[name] for name in data["names"]]
+    assert set(column(data, "label")) == {"x", "(none)"}
+
+
+def test_bands_of_many_channels_are_named(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    write_encoder(tmp_path / "run" / "encoder.pt", {**SMALL, "channels": 3})
+    write_images(tmp_path / "photos", ["1.png"])
+    explore(tmp_path / "run", f"images={tmp_path / 'photos'}", "bands=2")
+    assert "all channels" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("names", [["1.png"], ["1.png", "2.png"]])
+def test_one_or_two_equal_images_have_a_page(run: Path, tmp_path: Path, names: list[str]) -> None:
+    write_images(tmp_path / "photos", names)
+    for name in names:
+        Image.new("RGB", (8, 8), "red").save(tmp_path / "photos" / name)
+    _, data = explore(run, f"images={tmp_path / 'photos'}", "projection=tsne")
+    assert data["groups"] == ([] if len(names) == 1 else [[0, 1]])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["images=nowhere"], "nowhere"),
+        (["images=PHOTOS", "projection=pcaa"], "projection=pcaa does not exist; did you mean pca"),
+        (["images=PHOTOS", "clusters=0"], "clusters=0 must be a whole number from 1 to 200, or auto"),
+        (["images=PHOTOS", "clusters=41"], "clusters=41 but there are 40 images"),
+        (["images=PHOTOS", "threshold=1.5"], "threshold=1.5 must be a number from 0 to 1"),
+        (["images=PHOTOS", "limit=60000"], "limit=60000 must be a whole number from 1 to 50,000"),
+        (["images=PHOTOS", "bands=1,2,9"], "bands=1,2,9 must be one or three channels from 1 to 3"),
+        (["images=PHOTOS", "columns=site"], "site"),
+        (["images=PHOTOS", "backend=tf"], "backend=tf does not exist; choose one of torch, onnx"),
+        (["images=PHOTOS", "encoder=x.pt"], "give either run=DIR or encoder=FILE"),
+        (["images=PHOTOS", "colour=label"], "colour=label has no effect on fedssl-explore"),
+        (["images=PHOTOS", "out=page.txt"], "out=page.txt is no HTML file"),
+        (["images=PHOTOS", "out=none/page.html"], "create none first"),
+        (["embeddings=x.parquet"], "embeddings= needs the images; add images=PATH"),
+        (["dataset.label=null"], "dataset.label=null has no effect on the images of the run's clients"),
+        (["images=PHOTOS", "dataset.channels=4"], "dataset.channels has no effect here"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(run: Path, photos: Path, overrides: list[str], message: str) -> None:
+    before = sorted(run.parent.rglob("*"))
+    with pytest.raises(InputError, match=message):
+        explore(run, *(override.replace("PHOTOS", str(photos)) for override in overrides))
+    assert sorted(run.parent.rglob("*")) == before
+
+
+def test_an_empty_folder_is_refused(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="holds no image"):
+        explore(run, f"images={tmp_path / 'empty'}")
+
+
+@pytest.mark.heavy
+def test_a_run_shows_the_images_of_its_clients(tmp_path: Path) -> None:
+    command = "from fedssl.command_line import fedssl; fedssl()"
+    settings = ["rounds=1", "local_epochs=1", "num_clients=3", "dataset.limit=60", "evaluate_every=0"]
+    arguments = [sys.executable, "-c", command, *settings, "final_evaluation=null", f"output_dir={tmp_path / 'run'}"]
+    subprocess.run(arguments, check=True, cwd=tmp_path)
+    _, data = explore(tmp_path / "run")
+    assert len(data["names"]) == 60
+    assert {"label", "client"} <= {each["title"] for each in data["columns"]}
+    rows = [line.split(",") for line in (tmp_path / "run" / "partition.csv").read_text().splitlines()]
+    assert rows
+    counts = np.unique(column(data, "client"), return_counts=True)
+    assert counts[0].tolist() == ["client 0", "client 1", "client 2"]
