@@ -164,6 +164,8 @@ def read_options(overrides: Sequence[str]) -> Options:
     for override in overrides:
         key, _, value = override.partition("=")
         if key in texts:
+            if not value:
+                raise InputError(f"{override} has no value; write {key}=... or leave it out")
             texts[key] = value
         elif key.startswith(_DATA_SET):
             others.append(override)

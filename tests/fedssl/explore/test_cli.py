@@ -155,6 +155,7 @@ def test_one_or_two_equal_images_have_a_page(run: Path, tmp_path: Path, names: l
         (["images=PHOTOS", "columns=site"], "site"),
         (["images=PHOTOS", "backend=tf"], "backend=tf does not exist; choose one of torch, onnx"),
         (["images=PHOTOS", "encoder=x.pt"], "give either run=DIR or encoder=FILE"),
+        (["images="], "images= has no value; write images=... or leave it out"),
         (["images=PHOTOS", "colour=label"], "colour=label has no effect on fedssl-explore"),
         (["images=PHOTOS", "out=page.txt"], "out=page.txt is no HTML file"),
         (["images=PHOTOS", "out=none/page.html"], "create none first"),
