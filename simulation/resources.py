@@ -5,6 +5,7 @@ Neither changes the results of a run. torch and training are imported in functio
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,10 +48,15 @@ def choose_on_gpus(settings: Settings) -> EngineChoice | None:
     gpus = count_accelerators(settings.machine.device)
     if not gpus:
         return None
-    engine = "ray" if gpus > 1 and settings.clients_per_round > 1 else "local"
+    engine = "ray" if gpus > 1 and settings.clients_per_round > 1 and not _uses_ray() else "local"
     return EngineChoice(
         engine, settings.clients_per_round, f"{gpus} GPUs, {settings.clients_per_round} clients in a round"
     )
+
+
+def _uses_ray() -> bool:
+    """Return whether the program of the user has started Ray, which a process can do only once."""
+    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
 def choose_on_cpus(settings: Settings) -> EngineChoice:
@@ -61,6 +67,8 @@ def choose_on_cpus(settings: Settings) -> EngineChoice:
     more than its start costs. A run of a few steps uses ``local`` without a measurement.
     """
     concurrency = min(available_cores() // settings.machine.threads, settings.clients_per_round)
+    if _uses_ray():
+        return EngineChoice("local", 1, "this process uses Ray for something else")
     if concurrency < 2:
         return EngineChoice("local", 1, "fewer than two clients fit on this machine at once")
     steps = number_of_steps(settings)

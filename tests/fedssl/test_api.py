@@ -173,6 +173,14 @@ def test_a_rejected_run_leaves_nothing_behind(tmp_path, monkeypatch, settings):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_folders_that_cannot_be_used_are_one_sentence(run, monkeypatch):
+    monkeypatch.chdir("/proc")  # nothing can be written there
+    with nothing_left(), pytest.raises(fedssl.InputError, match=r"/proc/runs/.* cannot be created .*; set output_dir"):
+        fedssl.run(*QUICK)
+    with pytest.raises(fedssl.InputError, match="contains a run already; choose another folder, or continue that run"):
+        fedssl.run(*QUICK, output_dir=run.path)  # a cell that is run again
+
+
 def test_a_failed_run_leaves_nothing_behind(tmp_path, monkeypatch):
     def fail(*_):
         raise MemoryError

@@ -1,5 +1,8 @@
 """The engine of ``engine=auto``, and the resources of a client."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -43,6 +46,14 @@ def test_ray_is_selected_if_it_saves_more_than_its_start(monkeypatch, cores, thr
     monkeypatch.setattr(resources, "available_cores", lambda: cores)
     monkeypatch.setattr(resources, "seconds_per_step", lambda settings: step)
     assert auto_engine(compose([*WORDS, f"threads={threads}", "device=cpu"])) == expected
+
+
+def test_ray_of_the_users_program_is_left_alone(monkeypatch):
+    monkeypatch.setattr(resources, "available_cores", lambda: 2)
+    monkeypatch.setattr(resources, "seconds_per_step", lambda settings: 100.0)
+    for initialized, engine in ((False, "ray"), (True, "local")):
+        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda known=initialized: known))
+        assert auto_engine(compose([*WORDS, "threads=1", "device=cpu"])).engine == engine
 
 
 @pytest.mark.parametrize(
