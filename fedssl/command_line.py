@@ -51,6 +51,7 @@ fedssl_export = partial(_main, "fedssl-export", "fedssl.export.cli")
 fedssl_report = partial(_main, "fedssl-report", "fedssl.report.cli")
 fedssl_runs = partial(_main, "fedssl-runs", "fedssl.runs.cli")
 fedssl_watch = partial(_main, "fedssl-watch", "fedssl.watch.cli")
+fedssl_views = partial(_main, "fedssl-views", "fedssl.augmented_views.cli")
 fedssl_fleet = partial(_main, "fedssl-fleet", "fedssl.fleet.cli")
 fedssl_device = partial(_main, "fedssl-device", "fedssl.fleet.device_cli")
 

@@ -247,6 +247,11 @@ class Augmentation:
     def _normalize(self, planes: Tensor, *, out: Tensor) -> None:
         torch.div(planes.sub_(self._mean), self._std, out=out.transpose(0, 1))
 
+    def denormalize(self, views: Tensor) -> Tensor:
+        """Return normalized views ``(batch, channels, height, width)`` as values in [0, 1]."""
+        mean, std = (numbers.to(views.device).view(1, -1, 1, 1) for numbers in (self._mean, self._std))
+        return views * std + mean
+
     def _check(self, channels: int, height: int, width: int, device: torch.device) -> None:
         if self.by_kernel and is_gpu(device):
             if max(height, width) > KERNEL_SIZE:

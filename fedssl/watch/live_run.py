@@ -1,5 +1,6 @@
 """What the live view shows of a run: plain values, from files that may be incomplete, damaged or of another program."""
 
+import json
 import os
 import time
 from collections import defaultdict
@@ -23,6 +24,11 @@ _LOG_BYTES, _LOG_LINES = 2**14, 15
 _SETTINGS = ("summary.json", "config.yaml", "overrides.yaml", "choices.yaml")
 # Values of a line of ``metrics.jsonl`` that are drawn.
 _NUMBERS = ("loss", "model_cosine", "layer_cosine", "clients", "late", "seconds", "bytes_up", "bytes_down")
+# Kinds of baselines, with the settings on which they depend.
+BASELINES = {
+    "untrained": ("dataset", "final_evaluation", "encoder", "method", "tuning", "seed"),
+    "pixels": ("dataset", "final_evaluation"),
+}
 _WHOSE = {"global": "the global model", "clients": "the clients, on average"}
 
 Points = dict[int, float]  # by round
@@ -173,22 +179,21 @@ class LiveRun:
             "values": {name: thin(points) for name, points in {**self.values, "bytes": cumulated}.items()},
             "evaluation": {sanitize(key): thin(of, scale=self._scale(key)) for key, of in self.evaluation.items()},
             "units": {sanitize(key): "%" if self._scale(key) == 100 else self.units[key] for key in self.evaluation},
-            "baselines": self._baselines(),
             **self._layers.read(),
             "problems": [*self._problems()],
             "dropped": [[round, self.dropped[round]] for round in sorted(self.dropped)[-5:]],
             "log": self._log(),
         }
 
-    def _baselines(self) -> dict[str, dict[str, float]]:
-        """Return the results of the untrained encoder and of raw pixels, of those that are drawn."""
-        if self._run is None:
-            return {}
-        found = {kind: self._run.results_of(kind) for kind in ("untrained", "pixels")}
-        return {
-            kind: {sanitize(name): scores[name].value * self._scale(name) for name in self.evaluation if name in scores}
-            for kind, scores in found.items()
-        }
+    def baselines(self, kind: str) -> dict[str, float]:
+        """Return the results of the ``"untrained"`` encoder or of raw ``"pixels"``; none before the run has ended."""
+        scores = self._run.results_of(kind) if self._run else {}
+        return {name: score.value * (100 if score.unit in IN_PERCENT else 1) for name, score in scores.items()}
+
+    def baseline_task(self, kind: str) -> str | None:
+        """Return the settings on which a baseline depends, as text; None if they are unknown."""
+        settings = self._run.settings if self._run else None
+        return None if settings is None else json.dumps([settings.get(key) for key in BASELINES[kind]], sort_keys=True)
 
     def _problems(self) -> Iterator[str]:
         """Yield what the user has to see, the newest collapse first."""

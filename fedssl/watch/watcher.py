@@ -10,7 +10,7 @@ from typing import Any
 from fedssl.digests import identity
 from fedssl.runs.run import run_folders
 from fedssl.safe_io import sanitize
-from fedssl.watch.live_run import LiveRun
+from fedssl.watch.live_run import BASELINES, LiveRun
 
 MAX_RUNS, MAX_CURVES = 500, 12
 _PAUSE = 0.5  # seconds during which several browser windows get the same values
@@ -47,7 +47,17 @@ class Watcher:
         with self._lock:
             self._update()
             run = self._runs.get(key)
-            return None if run is None else {"id": key, "name": self._name(run.folder), **run.details()}
+            if run is None:
+                return None
+            details = {"id": key, "name": self._name(run.folder), **run.details()}
+            return details | {"baselines": {kind: self._baseline(run, kind) for kind in BASELINES}}
+
+    def _baseline(self, run: LiveRun, kind: str) -> dict[str, float]:
+        """Return the baseline of a run: before its end that of another one whose baseline is the same."""
+        task = run.baseline_task(kind)
+        others = (other for other in self._runs.values() if task is not None and other.baseline_task(kind) == task)
+        found = next(filter(None, (of.baselines(kind) for of in (run, *others))), {})
+        return {sanitize(name): value for name, value in found.items() if name in run.evaluation}
 
     def _update(self) -> None:
         now = time.monotonic()

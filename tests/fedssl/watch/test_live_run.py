@@ -33,9 +33,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_values_of_a_finished_run(folder: Path):
-    summary = json.loads((folder / "summary.json").read_text())
-    final = {"federated": {"knn": 0.5}, "untrained": {"knn": 0.2, "linear": 0.1}, "pixels": {"knn": 0.4}}
-    (folder / "summary.json").write_text(json.dumps({**summary, "final": final}))
     details = read(LiveRun(folder))
     assert (details["state"], details["done"], details["rounds"]) == ("finished", 2, 2)
     assert details["values"]["loss"] == [[1, 1], [2, 0.5]]
@@ -43,7 +40,6 @@ def test_values_of_a_finished_run(folder: Path):
     assert details["values"]["dropped"] == details["values"]["late"] == [[1, 0], [2, 0]]
     assert details["evaluation"] == {"knn": [[1, 25], [2, 50]]}
     assert details["units"] == {"knn": "%"}
-    assert details["baselines"] == {"untrained": {"knn": 20}, "pixels": {"knn": 40}}
     assert details["command"] == "fedssl strategy=l_dawa"
     assert details["problems"] == []
 
@@ -70,6 +66,27 @@ def test_a_run_is_followed_through_its_states(folder: Path, monkeypatch: pytest.
     assert details["evaluation"] == {}
     (folder / "summary.json").write_text(summary.replace("finished", "interrupted"))
     assert read(run)["state"] == "interrupted"
+
+
+def test_a_run_has_the_baselines_of_an_equal_task_before_its_end(folder: Path):
+    summary = json.loads((folder / "summary.json").read_text())
+    final = {"federated": {"knn": 0.5}, "untrained": {"knn": 0.2, "linear": 0.1}, "pixels": {"knn": 0.4}}
+    (folder / "summary.json").write_text(json.dumps({**summary, "final": final}))
+    settings = json.loads((folder / "config.yaml").read_text())
+    changes = {"equal": {"rounds": 9}, "other_seed": {"seed": 1}, "other_data": {"dataset": {"limit": 5}}}
+    for name, changed in changes.items():
+        other = job(folder.parent / name)
+        (other / "summary.json").unlink()
+        (other / "config.yaml").write_text(json.dumps({**settings, **changed}))
+    watcher = Watcher([folder.parent])
+    found = {run["name"]: watcher.details(run["id"])["baselines"] for run in watcher.overview()["runs"]}
+    both = {"untrained": {"knn": 20}, "pixels": {"knn": 40}}  # of the results that the rounds have
+    assert found == {
+        "a": both,
+        "equal": both,
+        "other_seed": {"untrained": {}, "pixels": {"knn": 40}},
+        "other_data": {"untrained": {}, "pixels": {}},
+    }
 
 
 def test_layer_cosines_are_means_over_clients(folder: Path):

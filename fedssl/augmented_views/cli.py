@@ -1,0 +1,182 @@
+"""The command ``fedssl-views``: a page with random views of images, before a method trains on them.
+
+    fedssl-views [key=value ...] [out=views.html] [images=6] [draws=3] [bands=[2,1,0]]
+
+The other settings are those of ``fedssl``: data set, augmentation and method decide what the page shows. Every image
+is drawn ``draws`` times. ``bands`` are the channels that are red, green and blue, of images with many.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedssl.atomic_files import write_text
+from fedssl.augmentation import Augmentation
+from fedssl.augmentation.recipe import ViewOptions, ViewRecipe
+from fedssl.augmented_views.pictures import Display, view_values
+from fedssl.config.literal import path_of
+from fedssl.config.load import compose
+from fedssl.config.overrides import check_single, parse
+from fedssl.config.settings import Settings
+from fedssl.config.targets import normalize
+from fedssl.datasets.base import ImageData, load_federated
+from fedssl.datasets.raster import unit_values
+from fedssl.errors import InputError
+from fedssl.evaluation.cli import run_with_overrides
+from fedssl.methods.base import build_method
+from fedssl.pages import render
+from fedssl.seeding import numpy_generator, torch_generator
+from fedssl.training import check_views
+
+USAGE = (
+    "usage: fedssl-views [dataset=NAME] [dataset.path=PATH] [augmentation=NAME] [key=value ...]\n"
+    "       [out=views.html] [images=6] [draws=3] [bands=[RED,GREEN,BLUE]]\n"
+    "       writes a page with random views of images; the other settings are those of fedssl"
+)
+MAX_PICTURES = 2000  # of a page
+_WIDTH = 128  # pixels on the screen of a view with the size of the images
+_KEYS = ("out", "images", "draws", "bands")
+
+
+def main() -> int:
+    """Entry point; returns the exit status, see `run_command`."""
+    return run_with_overrides("fedssl-views", USAGE, run)
+
+
+def run(overrides: Sequence[str]) -> str:
+    """Write the page for the overrides, and return the text to print."""
+    own = {key: value for key, _, value in (word.partition("=") for word in overrides) if key in _KEYS}
+    others = normalize([word for word in overrides if word.partition("=")[0] not in _KEYS])
+    check_single(others)
+    out = path_of(own.get("out", "views.html"))
+    if out.suffix != ".html" or not out.parent.is_dir():
+        raise InputError(f"out={out} must be a file that ends in .html, in a folder that exists, e.g. out=views.html")
+    images, draws = (_count(key, own.get(key, default)) for key, default in (("images", "6"), ("draws", "3")))
+    settings = compose(others)
+    augment: Augmentation = settings.training.augmentation.instantiate()
+    check_views(augment, build_method(settings.model))
+    bands = _bands(own.get("bands"), channels=settings.data.channels)
+    if images * (1 + draws * len(augment.recipes)) > MAX_PICTURES:
+        raise InputError(
+            f"images={images} draws={draws} with {len(augment.recipes)} views give more than {MAX_PICTURES} pictures; "
+            "lower images or draws"
+        )
+    image_data = load_federated(settings.data)
+    content = page(image_data, augment, settings, count=images, draws=draws, bands=bands)
+    try:
+        write_text(out, content)
+    except OSError as error:
+        raise InputError(f"out={out} cannot be written ({error.strerror}); choose another file") from error
+    shown = min(images, len(image_data.images))
+    return "\n".join(
+        [*image_data.warnings, f"written to {out}: {draws} x {len(augment.recipes)} views of {shown} images"]
+    )
+
+
+def page(
+    image_data: ImageData,
+    augment: Augmentation,
+    settings: Settings,
+    *,
+    count: int,
+    draws: int,
+    bands: tuple[int, ...] | None,
+) -> str:
+    """Return the page of ``count`` random images, each with ``draws`` times its views."""
+    total = len(image_data.images)
+    rows = np.sort(numpy_generator(settings.seed, "images of a page").permutation(total)[:count])
+    images = image_data.images[torch.from_numpy(rows)].cpu()
+    display = Display.of(images, bands)
+    generator = torch_generator(settings.seed, "views of a page")
+    drawn = [augment(images, generator) for _ in range(draws)]
+    patches = [recipe.mask.patch if recipe.mask else None for recipe in augment.recipes]
+    values = [
+        [view_values(view, augment, patch=patch) for view, patch in zip(views.views, patches, strict=True)]
+        for views in drawn
+    ]
+    largest = max(augment.sizes)
+    widths = [max(24, round(_WIDTH * size / largest)) for size in augment.sizes]
+    shown = [
+        {
+            "name": name,
+            "original": display.png(original),
+            "draws": [
+                [{"data": display.png(view[index]), "width": width} for view, width in zip(views, widths, strict=True)]
+                for views in values
+            ],
+        }
+        for index, (name, original) in enumerate(zip(_names(image_data, rows), unit_values(images), strict=True))
+    ]
+    return render(
+        "augmented_views/page.html.j2",
+        images=shown,
+        width=_WIDTH,
+        facts=_facts(image_data, settings, display),
+        recipes=[(number, *_describe(recipe, size)) for number, (recipe, size) in _numbered(augment)],
+        masked=any(patches),
+    )
+
+
+def _numbered(augment: Augmentation) -> list[tuple[int, tuple[ViewRecipe, int]]]:
+    return list(enumerate(zip(augment.recipes, augment.sizes, strict=True), start=1))
+
+
+def _facts(image_data: ImageData, settings: Settings, display: Display) -> list[str]:
+    total, channels, height, width = image_data.images.shape
+    stored = f"{channels} channel(s), {str(image_data.images.dtype).removeprefix('torch.')}"
+    facts = [
+        f"{settings.data.name}: {total:,} images of the clients, {height}x{width} pixels, {stored}",
+        f"augmentation for {settings.model.method.name}, seed {settings.seed}",
+    ]
+    return [*facts, *filter(None, [display.text])]
+
+
+def _describe(recipe: ViewRecipe, size: int) -> tuple[str, str]:
+    """Return the kind of a view, and its settings that are on."""
+    kind = f"{recipe.role}, {size}x{size} pixels" + (f", {recipe.mask.kind} mask" if recipe.mask else "")
+    defaults = asdict(ViewOptions())
+    on = {key: value for key, value in asdict(recipe.view).items() if value != defaults[key]}
+    if recipe.mask is not None:
+        on |= {f"mask.{key}": value for key, value in asdict(recipe.mask).items() if key != "kind"}
+    return kind, ", ".join(f"{key}={_plain(value)}" for key, value in on.items()) or "unchanged"
+
+
+def _plain(value: Any) -> str:
+    return str(list(value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _names(image_data: ImageData, rows: np.ndarray) -> list[str]:
+    """Return the file of every image with its folder, or its number, and its class."""
+    names = [f"image {row}" for row in rows]
+    if image_data.origin is not None:
+        index, places = image_data.origin
+        order = np.argsort(places[rows])
+        for position, place in zip(order, index.places(np.sort(places[rows])), strict=True):
+            names[position] = "/".join(Path(place.name).parts[-2:]).lstrip("/")
+    if image_data.labels is not None and image_data.classes:
+        for position, label in enumerate(image_data.labels[torch.from_numpy(rows)].tolist()):
+            names[position] += f" ({image_data.classes[label]})" if label >= 0 else ""
+    return names
+
+
+def _count(key: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_PICTURES):
+        raise InputError(f"{key}={text} must be a number from 1 to {MAX_PICTURES}, e.g. {key}=3")
+    return int(text)
+
+
+def _bands(text: str | None, *, channels: int) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    value = parse([f"bands={text}"])[0].value()
+    is_list = isinstance(value, list) and len(value) in (1, 3)
+    if not (is_list and all(type(band) is int and 0 <= band < channels for band in value)):
+        raise InputError(
+            f"bands={text} must be three channels from 0 to {channels - 1} in brackets, or one, e.g. "
+            f"bands=[{','.join(str(min(band, channels - 1)) for band in range(3))}]"
+        )
+    return tuple(value)
