@@ -245,10 +245,12 @@ class LayerCosines:
 
 
 def thin(points: Points, maximum: int = MAX_POINTS, *, scale: float = 1.0) -> list[list[float]]:
-    """Return rounds and values at equal distances, at most ``maximum`` and the last one always."""
-    step = -(-len(points) // maximum) or 1
-    selected = sorted(points.items())[::-1][::step][::-1]
-    return [[round, float(f"{scale * value:.6g}")] for round, value in selected]
+    """Return at most ``maximum`` rounds and values: the lowest and the highest of equal parts, and the last ones."""
+    rounds = sorted(points)
+    step = -(-2 * len(rounds) // (maximum - 1)) if len(rounds) > maximum else 1
+    parts = [rounds[start : start + step] for start in range(0, len(rounds), step)]
+    selected = {extreme(part, key=points.__getitem__) for part in parts for extreme in (min, max)}
+    return [[round, float(f"{scale * points[round]:.6g}")] for round in sorted(selected | {*rounds[-1:]})]
 
 
 def _numbers(values: object) -> dict[str, float]:

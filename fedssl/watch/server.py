@@ -49,9 +49,11 @@ class WatchServer(ThreadingHTTPServer):
         return f"/{self.key}/"
 
     def respond(self, path: str) -> tuple[HTTPStatus, str, str]:
-        """Return status, type and content of a path with its query."""
+        """Return status, type and content, or the new place, of a path with its query."""
         parts = urlsplit(path)
         *_, key, name = ["", *parts.path.split("/")]
+        if hmac.compare_digest(name.encode(), self.key.encode()):
+            return HTTPStatus.FOUND, _TEXT, f"{name}/"  # the slash is missing, which relative addresses need
         if not hmac.compare_digest(key.encode(), self.key.encode()):
             return HTTPStatus.NOT_FOUND, _TEXT, "Open the address that fedssl-watch printed, with its key.\n"
         if name == "":
@@ -82,6 +84,8 @@ class _Handler(BaseHTTPRequestHandler):
             content = gzip.compress(content, compresslevel=5)
             self.send_header("Content-Encoding", "gzip")
         headers = {"Content-Type": kind, "Content-Length": str(len(content)), "Cache-Control": "no-store"}
+        if status == HTTPStatus.FOUND:
+            headers["Location"] = content.decode()
         headers |= {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
         for name, value in headers.items():
             self.send_header(name, value)

@@ -131,13 +131,17 @@ def test_lines_of_other_programs_are_no_error(folder: Path, line: dict[str, Any]
     assert read(LiveRun(folder))["values"]["loss"] == [[1, 1], [2, 0.5]]
 
 
-def test_long_runs_are_thinned_up_to_the_last_round():
-    points = {round: round / 3 for round in range(1, 10_001)}
+def test_long_runs_are_thinned_without_losing_peaks_or_the_last_round():
+    points = {round: math.sin(round) for round in range(1, 10_001)} | {4321: 9.0, 8765: -9.0, 10_000: 0.5}
     found = thin(points)
-    assert len(found) == 400
-    assert found[-1] == [10_000, 3333.33]
-    assert {b[0] - a[0] for a, b in itertools.pairwise(found)} == {25}
-    assert thin({1: 0.123456789}, scale=100) == [[1, 12.3457]]
+    assert 300 < len(found) <= 400
+    assert [4321, 9] in found
+    assert [8765, -9] in found
+    assert found[-1] == [10_000, 0.5]
+    assert found == sorted(found)
+    assert max(b[0] - a[0] for a, b in itertools.pairwise(found)) <= 2 * 51  # of two parts of 10,000 / 199.5 rounds
+    assert thin({3: 0.5, 1: 0.123456789}, scale=100) == [[1, 12.3457], [3, 50]]
+    assert len(thin({round: 1.0 * round for round in range(400)})) == 400
     assert thin({}) == []
 
 

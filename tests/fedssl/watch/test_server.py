@@ -57,6 +57,11 @@ def test_page_and_values_are_served_below_the_key_with_any_prefix(server: WatchS
         assert details["name"] == run["name"]
 
 
+def test_an_address_without_its_last_slash_is_completed(server: WatchServer):
+    status, headers, _ = get(server, f"/proxy/8765{server.path}".rstrip("/"))
+    assert (status, headers["Location"]) == (302, f"{server.key}/")  # relative to /proxy/8765/
+
+
 def test_nothing_else_is_served(server: WatchServer, tmp_path: Path):
     runs = f"{server.path}runs.json"
     assert get(server, f"{server.path}run.json?id=../secret")[2] == b"null"
