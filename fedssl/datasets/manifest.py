@@ -1,17 +1,15 @@
 """Tables of CSV files and lines of JSON, and image files that a column of a table names."""
 
-import codecs
 import os
-import re
 from functools import lru_cache
 from pathlib import Path
 
 import pyarrow as pa
 from pyarrow import csv, json
 
+from fedssl.csv_file import csv_text, decoded
 from fedssl.datasets.formats import SUFFIXES as IMAGE_SUFFIXES
 from fedssl.datasets.listing import ending_of
-from fedssl.safe_io import MAX_LINES_BYTES, read_bytes
 
 SUFFIXES = (".csv", ".tsv", ".jsonl")
 
@@ -35,7 +33,7 @@ def names_image(text: str) -> bool:
 @lru_cache(maxsize=4)
 def _table(file: Path, _modified: int) -> pa.Table:
     if file.suffix.lower() == ".jsonl":
-        return json.read_json(pa.BufferReader(_decoded(file).encode()))
+        return json.read_json(pa.BufferReader(decoded(file).encode()))
     text, delimiter = csv_text(file)
     table = csv.read_csv(
         pa.BufferReader(text.encode()),
@@ -48,21 +46,3 @@ def _table(file: Path, _modified: int) -> pa.Table:
     if len({*names}) < len(names):
         raise pa.ArrowInvalid(f"two of its columns {', '.join(names)} have the same name")
     return table.rename_columns(names)
-
-
-def csv_text(file: Path) -> tuple[str, str]:
-    """Return the text of a file from its first line on, and what separates its columns."""
-    text = re.sub(r"\Asep=.\s+", "", _decoded(file))  # of Excel
-    first = re.sub(r'"[^"]*"', "", text.partition("\n")[0])
-    return text, max(",;\t|", key=first.count)
-
-
-def _decoded(file: Path) -> str:
-    """Return text in UTF-8, or as Excel saves it: in UTF-16 or Windows' code page of Western Europe."""
-    content = read_bytes(file, max_bytes=MAX_LINES_BYTES)
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return content.decode("utf-16", errors="replace").lstrip()
-    try:
-        return content.decode("utf-8-sig").lstrip()
-    except UnicodeDecodeError:
-        return content.decode("cp1252", errors="replace").lstrip()

@@ -8,8 +8,6 @@ list, or, for labels, for each class: lists of names or class numbers, of any le
 blank means none.
 """
 
-import csv
-import io
 import logging
 import math
 from collections import Counter
@@ -23,8 +21,8 @@ import torch
 from torch import Tensor
 
 from fedssl.config.literal import user_path
-from fedssl.datasets.listing import is_file, log_once
-from fedssl.datasets.manifest import csv_text
+from fedssl.csv_file import check_line, read_lines
+from fedssl.datasets.listing import log_once
 from fedssl.errors import InputError, shortened
 from fedssl.evaluation.protocol import EvaluationInput, LabeledImages
 from fedssl.safe_io import sanitize
@@ -165,18 +163,11 @@ def _read_csv(
     file: Path, splits: Sequence[LabeledImages], columns: Sequence[str] | None
 ) -> dict[str, list[Sequence[Any]]]:
     """Return columns of a CSV file for each split, None for images that it does not have."""
-    if not is_file(file):
-        raise InputError(f"evaluation.file={file} does not exist; give a CSV file with the targets of the images")
-    text, delimiter = csv_text(file)
-    try:
-        header, *lines = list(filter(None, csv.reader(io.StringIO(text), delimiter=delimiter))) or [[""]]
-    except csv.Error as error:
-        raise InputError(f"{file} is no CSV file ({error}); give one with the targets of the images") from error
-    others = [name.strip() for name in header[1:]]
-    for row in lines:
-        if len(row) != len(header):
-            line = f"{file}: the row of {row[0][:80]} has {len(row)} values for {len(header)} columns; correct it"
-            raise InputError(sanitize(line))
+    setting = f"evaluation.file={file}"
+    header, lines = read_lines(file, setting=setting, content="with the targets of the images")
+    for number, row in enumerate(lines := list(filter(None, lines)), start=2):
+        check_line(f"{setting}, line {number}", row, header)
+    others = header[1:]
     missing = [name for name in columns or () if name not in others]
     if missing or not others:
         raise InputError(sanitize(f"{file} has no column {shortened(missing)} after the first; it has {others}"))

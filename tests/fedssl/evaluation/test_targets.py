@@ -109,8 +109,8 @@ def test_csv_files_name_images_by_path_or_by_name(tmp_path: Path):
         ("file,x\ntrain/a.png,1\n", ["z"], r"has no column z after the first; it has \['x'\]"),
         ("file\ntrain/a.png\n", None, "has no column"),
         ("", None, "has no column"),
-        ("file,x\ntrain/a.png,1,5\n", None, "the row of train/a.png has 3 values for 2 columns"),
-        ('file,x\n"train/a.png,1\n' + "x" * 2**18, None, "is no CSV file"),
+        ("file,x\ntrain/a.png,1,5\n", None, "t.csv, line 2, has 3 values for the 2 columns file,x"),
+        ('file,x\n"train/a.png,1\n' + "x" * 2**18, None, "is not a CSV file"),
         ("file,x\ntrain/a.png,inf\ntest/a.png,1\n", None, "x have 1 infinite values"),
     ],
 )

@@ -20,6 +20,13 @@ def read(file: Path, text: str, labels: torch.Tensor | None = LABELS, num_client
     return [part.tolist() for part in parts]
 
 
+def test_files_of_excel(tmp_path: Path) -> None:
+    text = "label;client\r\n" + "".join(f"{label};{label % 2}\r\n" for label in LABELS.tolist())
+    assert read(tmp_path / "a.csv", "\ufeff" + text) == read(tmp_path / "a.csv", text) == [[0, 2, 4, 5], [1, 3]]
+    (tmp_path / "a.csv").write_bytes(("sep=;\r\n" + text).encode("utf-16"))
+    assert [len(part) for part in from_file(partition_input(LABELS, num_clients=2), file=tmp_path / "a.csv")] == [4, 2]
+
+
 def test_round_trip(tmp_path: Path) -> None:
     labels = torch.arange(300) % 5
     labels[7] = NO_LABEL
