@@ -15,9 +15,10 @@ from fedssl.datasets.image_index import FOLDER, ImageIndex, Query, SequenceIndex
 from fedssl.datasets.listing import log_once
 from fedssl.datasets.npz import index_arrays
 from fedssl.datasets.page_index import with_pages
+from fedssl.datasets.records import RecordSequence
 from fedssl.datasets.sources import ARRAYS, TABLES, Source, find
 from fedssl.datasets.splits import HELD_OUT, split_of_word
-from fedssl.datasets.table_index import index_tables
+from fedssl.datasets.table_index import RowIndex, index_tables
 from fedssl.digests import new_identity
 from fedssl.errors import InputError, shortened
 from fedssl.safe_io import sanitize
@@ -49,8 +50,8 @@ def index_path(path: str, query: Query, *, containers_first: bool = False) -> Im
         if index.groups is not None and index.labels is not None and not len(rows):
             log_once(logging.WARNING, sanitize(f"{path}: {_NOTHING_HELD_OUT}"))
         index = index.at(rows)
-    elif index.groups is not None and split_of_word(query.split) in HELD_OUT:
-        index = replace(index, warnings=index.warnings + _common_groups(source, index, query))
+    elif split_of_word(query.split) in HELD_OUT and (index.groups is not None or _names_files(index)):
+        index = replace(index, warnings=index.warnings + _common(source, index, query))
     if index.groups is not None and index.count:
         number = len(np.unique(index.groups))
         log_once(logging.INFO, sanitize(f"{path}: {query.split}: {index.count:,} images in {number:,} groups"))
@@ -63,18 +64,25 @@ def index_source(source: Source, query: Query) -> ImageIndex | None:
     return indexers.get(source.kind, _index_files)(source, query)
 
 
-def _common_groups(source: Source, test: ImageIndex, query: Query) -> tuple[str, ...]:
-    """Return a warning if the given splits for training and for the test have images of the same groups."""
+def _names_files(index: ImageIndex) -> bool:
+    return isinstance(index, RowIndex) and not isinstance(index.images, RecordSequence)
+
+
+def _common(source: Source, test: ImageIndex, query: Query) -> tuple[str, ...]:
+    """Return a warning if the given splits for training and for the test have the same groups, or the same files."""
     try:
         train = index_source(source, replace(query, split="train"))
     except InputError:  # there is no such split
         return ()
-    common = sorted(test.present_groups & (set() if train is None else train.present_groups))
-    line = (
-        f"{source.path}: {len(common):,} groups ({shortened(common)}) have images in the training and in {query.split}"
-        ", so that results are too good; set dataset.split_folders=false dataset.split_column=null to hold out groups"
-    )
-    return (line,) if common else ()
+    if train is None:
+        return ()
+    what, common = "files are", {*map(str, test.files)} & {*map(str, train.files)}
+    remedy = ""
+    if test.groups is not None:
+        what, common = "groups have images", test.present_groups & train.present_groups
+        remedy = "; set dataset.split_folders=false dataset.split_column=null to hold out groups"
+    line = f"{source.path}: {len(common):,} {what} in the training and in {query.split} ({shortened(sorted(common))})"
+    return (f"{line}, so that results are too good{remedy}",) if common else ()
 
 
 def index_all(path: Path) -> ImageIndex:

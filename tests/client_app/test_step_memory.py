@@ -17,6 +17,7 @@ ENCODERS = [
     ["encoder=resnet50", "encoder.norm=group", "encoder.stem=imagenet"],
     ["encoder=timm", "encoder.name=test_vit", "dataset.size=32"],
     ["encoder=timm", "encoder.name=test_efficientnet", "dataset.size=33"],
+    ["encoder=timm", "encoder.name=resnetblur18", "dataset.size=32"],
     ["encoder=torchvision", "encoder.name=efficientnet_b0", "dataset.size=64"],
 ]
 

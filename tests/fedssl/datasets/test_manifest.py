@@ -113,6 +113,16 @@ def test_a_column_has_the_splits(images: Path, caplog: pytest.LogCaptureFixture)
     assert load_federated(settings_of("folder", path=str(images / "list.csv"), split_column=None)).labels is None
 
 
+def test_files_of_the_training_in_the_test_are_a_warning(images: Path) -> None:
+    (images / "train.csv").write_text("path,label\nmy images/1.png,a\nmy images/2.png,b\n")
+    (images / "test.csv").write_text("path,label\nmy images/2.png,b\nmy images/3.png,a\n")
+    settings = settings_of("folder", path=str(images / "*.csv"), size=4, cache=None)
+    (warning,) = load_split(settings, "test").warnings
+    assert "1 files are in the training and in test (" in warning
+    assert "2.png), so that results are too good" in warning
+    assert load_split(settings, "train").warnings == ()
+
+
 def test_no_group_is_on_both_sides(images: Path) -> None:
     """Ten images of five patients, each with an image of both classes: the share 0.4 of each class are two patients."""
     text = "path,label,patient\n" + "".join(f"my images/{n}.png,{n % 2},p{n // 2}\n" for n in range(10))
@@ -139,7 +149,7 @@ def test_groups_of_given_splits_are_compared(images: Path) -> None:
         f"my images/{number}.png,{'train' if number < 6 else 'test'},{number % 5}\n" for number in range(10)
     )
     warnings = read(images, text, "test", group="patient").warnings
-    assert any("4 groups (1, 2, 3, 4) have images in the training and in test" in warning for warning in warnings)
+    assert any("4 groups have images in the training and in test (1, 2, 3, 4)" in warning for warning in warnings)
     with pytest.raises(InputError, match=r"no column 'who' .*dataset\.group=null"):
         read(images, text, group="who")
     with pytest.raises(InputError, match=r"dataset\.group=patient has no value in 1 of 2 .*give every image a group"):
