@@ -33,7 +33,8 @@ def names_image(text: str) -> bool:
 @lru_cache(maxsize=4)
 def _table(file: Path, _modified: int) -> pa.Table:
     if file.suffix.lower() == ".jsonl":
-        return json.read_json(pa.BufferReader(decoded(file).encode()))
+        content = decoded(file).encode()
+        return json.read_json(pa.BufferReader(content), json.ReadOptions(block_size=len(content) + 1))  # long lines
     text, delimiter = csv_text(file)
     table = csv.read_csv(
         pa.BufferReader(text.encode()),

@@ -208,7 +208,7 @@ def _labels(
     if chosen is None:
         return None, ()
     columns = {}
-    for name in names:
+    for name in (name for name in names if name == chosen or split_of(name)):
         array = _load(archive, name, file=file)
         array = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
         if array.ndim != 1 or (name == chosen and len(array) != number):

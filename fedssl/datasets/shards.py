@@ -48,7 +48,7 @@ def _table(file: Path, _modified: int) -> pa.Table:
     except (tarfile.TarError, ValueError, OverflowError) as error:
         raise pa.ArrowInvalid(f"it is no uncompressed tar file: {error}") from error
     named = {member.name.removeprefix("./"): member for member in members}  # the last of several with a name
-    named = {name: member for name, member in named.items() if not any(map(is_hidden, {*_parts(name)} - {".."}))}
+    named = {name: member for name, member in named.items() if not any(map(is_hidden, {*_parts(name)} - {".", ".."}))}
     samples: dict[str, dict[str, tarfile.TarInfo]] = {}
     for (key, ending), member in zip(_keyed(list(named)), named.values(), strict=True):
         if ending in _TEXTS or _is_image(ending):

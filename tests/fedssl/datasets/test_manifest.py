@@ -55,6 +55,7 @@ def test_files_as_people_write_them(images: Path, text: str | bytes) -> None:
 
 def test_lines_of_json_as_datasets_reads_them(images: Path) -> None:
     lines = ['{"file_name": "my images/1.png", "label": "cat"}', '{"file_name": "my images/2.png", "label": "dog"}']
+    lines[0] = lines[0].replace("{", '{"outline": "' + 2**20 * "x" + '", ')  # longer than a block of pyarrow
     (images / "metadata.jsonl").write_text("\n".join(lines))
     data = load_federated(settings_of("folder", path=str(images / "metadata.jsonl"), size=4, cache=None))
     assert (first_pixels(data.images), data.labels.tolist(), data.classes) == ([10, 20], [0, 1], ("cat", "dog"))

@@ -144,7 +144,7 @@ def test_a_missing_path():
 def test_labels_are_names_or_numbers(tmp_path, written, labels, classes):
     """The names X and y are scikit-learn's. Without a test the validation is it."""
     test = np.array(["d"] * 2) if classes else written[:2]
-    path = save(tmp_path, X_train=GRAY, y_train=written, X_val=GRAY[:2], y_val=test)
+    path = save(tmp_path, X_train=GRAY, y_train=written, X_val=GRAY[:2], y_val=test, y_names=np.array(["x"] * 9))
     train, val = (read(split, channels=1, size=4, limit=None, path=path) for split in ("train", "test"))
     assert (train.labels.tolist(), train.classes) == (labels, classes)
     assert val.labels.tolist() == ([3, 3] if classes else labels[:2])
