@@ -50,6 +50,11 @@ def sample(count: int, limit: int) -> np.ndarray:
     return np.sort(numpy_generator(0, "explore").permutation(count)[:limit])
 
 
+def text_of(name: str) -> str:
+    """Return the name of a file, which may have any bytes, as text."""
+    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
+
+
 @dataclass(frozen=True)
 class PathImages:
     """Images of a path."""
@@ -67,11 +72,7 @@ class PathImages:
         return self.images.decode(rows, size=size)
 
     def names(self, rows: np.ndarray) -> list[str]:
-        # Names of files may have any bytes, which are no text.
-        return [
-            place.name.encode(errors="surrogateescape").decode(errors="backslashreplace")
-            for place in self.images.places(rows)
-        ]
+        return [text_of(place.name) for place in self.images.places(rows)]
 
     def columns(self, rows: np.ndarray, further: Sequence[str]) -> list[Column]:
         found = []

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedssl.config.literal import user_path
 from fedssl.config.load import default_unlabeled_partition, load_settings
 from fedssl.config.overrides import quote_value
 from fedssl.datasets.base import ImageData, load_federated, select
@@ -15,7 +16,7 @@ from fedssl.datasets.raster import convert, unit_values
 from fedssl.embedding.image_list import Block
 from fedssl.errors import InputError
 from fedssl.explore.columns import Column, coded
-from fedssl.explore.images import sample
+from fedssl.explore.images import sample, text_of
 from fedssl.partition.partition import client_indices
 
 
@@ -27,6 +28,7 @@ class RunImages:
     data: ImageData
     numbers: np.ndarray  # of the images in the data set, int64 ``(n,)``
     clients: np.ndarray  # int64, ``(n,)``, -1 for images of no client
+    root: Path | None = None  # folder of the data set
 
     def __len__(self) -> int:
         return len(self.data.images)
@@ -48,7 +50,10 @@ class RunImages:
         if self.data.origin is None:
             return [f"image {number}" for number in self.numbers[rows]]
         index, of_index = self.data.origin
-        return [index.image_name(int(row)) for row in of_index[rows]]
+        return [
+            text_of(place._replace(file=_below(Path(place.file), self.root)).name)
+            for place in index.places(of_index[rows])
+        ]
 
     def columns(self, rows: np.ndarray, further: Sequence[str]) -> list[Column]:
         if further:
@@ -81,4 +86,12 @@ def load_run_images(run: Path, *, channels: int, size: int, overrides: Sequence[
     clients = np.full(len(data.images), -1)
     for client, rows in enumerate(client_indices(settings.partition, data)):
         clients[rows] = client
-    return RunImages(settings.data.name, data, np.arange(len(data.images)), clients)
+    path = settings.data.reader.values.get("path")
+    root = None if path is None else user_path(str(path)).absolute()
+    return RunImages(settings.data.name, data, np.arange(len(data.images)), clients, root)
+
+
+def _below(file: Path, root: Path | None) -> str:
+    """Return a path below ``root``, or the name of a file elsewhere: a page has no path of this machine."""
+    file = file.absolute()
+    return file.relative_to(root).as_posix() if root is not None and root in file.parents else file.name

@@ -4,17 +4,20 @@ import shutil
 import subprocess
 import sys
 from base64 import b64decode
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from fedssl.datasets.folder import read
 from fedssl.embedding import cli as embed_cli
 from fedssl.embedding.embedder import Embedder
 from fedssl.errors import InputError
 from fedssl.explore import cli
 from fedssl.explore.images import sample
+from fedssl.explore.run_images import RunImages
 from tests.fedssl.embedding.test_embeddings import NAMES, run, write_images
 from tests.fedssl.explore.test_page import HOSTILE, data_of
 from tests.fedssl.export.test_formats import SMALL, write_encoder
@@ -175,6 +178,26 @@ def test_an_empty_folder_is_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="holds no image"):
         explore(run, f"images={tmp_path / 'empty'}")
+
+
+def test_names_of_a_runs_images_have_no_path_of_the_machine(tmp_path: Path) -> None:
+    write_images(tmp_path / "photos", NAMES)
+    path = str(tmp_path / "photos")
+    data = read("train", channels=3, size=16, limit=None, path=path)
+    assert data is not None
+    images = RunImages("photos", data, np.arange(40), np.arange(40) % 3 - 1, tmp_path / "photos")
+    names = [f"{kind}/{number}.png" for kind in ("cat", "dog") for number in range(20)]
+    rows = np.array([0, 5, 31])
+    assert set(images.names(rows)) <= set(names)
+    assert replace(images, root=None).names(rows) == [Path(name).name for name in images.names(rows)]
+    label, client = images.columns(rows, [])
+    assert [label.values[code] for code in label.codes] == [name.partition("/")[0] for name in images.names(rows)]
+    assert [client.values[code] for code in client.codes] == ["(none)", "client 1", "client 0"]
+    (block,) = images.blocks(40)
+    np.testing.assert_array_equal(block.images[rows], images.decode(rows, size=16))
+    sampled = images.sampled(4)
+    assert sampled.names(np.arange(4)) == images.names(sample(40, 4))
+    assert sampled.columns(np.arange(4), [])[1].codes.tolist() == images.columns(sample(40, 4), [])[1].codes.tolist()
 
 
 @pytest.mark.heavy
