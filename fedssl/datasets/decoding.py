@@ -151,6 +151,7 @@ def _open(file: bytes | FilePath, decoding: Decoding) -> AbstractContextManager[
         file,
         max_pixels=decoding.max_pixels,
         channels=decoding.channels,
+        size=decoding.size,
         video_interval=decoding.video_interval,
     )
 

@@ -17,7 +17,7 @@ from itertools import chain, takewhile
 
 import numpy as np
 
-from fedssl.datasets.formats import FORMAT_OF, SUFFIXES
+from fedssl.datasets.formats import FORMAT_OF, SUFFIXES, is_zarr
 from fedssl.datasets.image_index import Query
 from fedssl.datasets.listing import Listing, ending_of, log_once
 from fedssl.datasets.sources import Source
@@ -105,7 +105,8 @@ def _inner_splits(listing: Listing) -> tuple[str, ...]:
 
 def _layout(listing: Listing, parts: Mapping[str, _Part], classes: Sequence[str], empty: Sequence[str]) -> str:
     """Return what was recognized."""
-    formats = Counter(FORMAT_OF.get(ending_of(path), "DICOM") for path in listing.paths)
+    other = "ZARR" if is_zarr(listing.root) else "DICOM"  # whose names may have any ending
+    formats = Counter(FORMAT_OF.get(ending_of(path), other) for path in listing.paths)
     line = ", ".join(f"{count:,} {name} file{'s'[: count != 1]}" for name, count in formats.most_common())
     found = [f"{name} ({len(part.files):,} images)" for name, part in parts.items()]
     line += f"; splits {', '.join(found)}" if found else ""

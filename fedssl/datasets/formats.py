@@ -3,9 +3,11 @@
 None of these formats runs a program or fetches a file. Some need a package, which an extra installs.
 """
 
+import re
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 from fedssl.errors import InputError
 from fedssl.safe_io import FilePath, open_regular_file
@@ -25,10 +27,18 @@ _FORMATS = {
 _OF_PILLOW = {"HEIF": (".heic", ".heif", ".hif"), "DICOM": (".dcm", ".dic", ".dicom", ".ima")}
 _OF_MODULES = {
     "NIFTI": (".nii", ".nii.gz"),
+    "ZARR": (".zarr",),
     "VIDEO": (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm"),
 }
 _FURTHER = _OF_PILLOW | _OF_MODULES
-PACKAGES = {"HEIF": "pillow-heif", "DICOM": "pydicom", "TIFF": "tifffile", "NIFTI": "nibabel", "VIDEO": "av"}
+PACKAGES = {
+    "HEIF": "pillow-heif",
+    "DICOM": "pydicom",
+    "TIFF": "tifffile",
+    "NIFTI": "nibabel",
+    "VIDEO": "av",
+    "ZARR": "imagecodecs",
+}
 INSTALLED = frozenset(name for name, package in PACKAGES.items() if find_spec(package.replace("-", "_")) is not None)
 _FORMATS |= {name: suffixes for name, suffixes in _OF_PILLOW.items() if name in INSTALLED}
 
@@ -37,9 +47,10 @@ _ARRAYS = {"NPY": (".npy",)} | {name: suffixes for name, suffixes in _OF_MODULES
 FORMAT_OF = {suffix: name for name, suffixes in (_FORMATS | _ARRAYS).items() for suffix in suffixes}  # in lower case
 SUFFIXES = tuple(sorted(FORMAT_OF))
 DOUBLE_SUFFIXES = (".nii.gz",)
-VOLUMES = frozenset({"NPY", "NIFTI", "VIDEO"})  # formats of stacks of images
+VOLUMES = frozenset({"NPY", "NIFTI", "VIDEO", "ZARR"})  # formats of stacks of images
 SEVERAL = VOLUMES | {"TIFF", "DICOM"}  # formats with pages; those of others are animations
 FROM_START = (".mpeg", ".mpg", ".nii.gz")  # endings of files whose pages can only be found from the first on
+_ZARR = re.compile(r"\.zarr(/|$)", re.IGNORECASE)
 HEAD_BYTES = 512  # by which `module_of` recognizes a format
 GZIP = b"\x1f\x8b"  # of NIfTI
 _NIFTI = ((344, b"n+1"), (344, b"ni1"), (4, b"n+2"), (4, b"ni2"))  # places and magic numbers
@@ -101,6 +112,11 @@ def video_container(head: bytes) -> str | None:
     if head[4:8] in _MP4 and not (head[4:8] == b"ftyp" and head[8:12].startswith(_IMAGE_BRANDS)):
         return "mov"
     return _CONTAINERS.get(head[:4])
+
+
+def is_zarr(path: FilePath) -> bool:
+    """Return whether a path is that of a folder of Zarr, which is one file here, or of an array in it."""
+    return _ZARR.search(str(path)) is not None and Path(path).is_dir()
 
 
 def is_dicom(file: FilePath) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from fedssl.datasets.decoding import Decoding, Encoded, Page, Shape
+from fedssl.datasets.formats import is_zarr
 from fedssl.datasets.records import RecordSequence
 from fedssl.datasets.sample_checks import SAMPLE
 from fedssl.digests import identity, new_identity
@@ -194,6 +195,7 @@ def grouped_by_folder(files: Sequence[FilePath], root: Path) -> dict[str, Any]:
 
 def file_line(file: FilePath) -> tuple[bytes, int]:
     """Return a file's name, size and modification time, by which changes are detected, and its size."""
-    status = Path(file).stat()
-    line = f"{file}\0{status.st_size}\0{status.st_mtime_ns}\n"
-    return line.encode(errors="surrogateescape"), status.st_size
+    parts = [Path(file).stat(), *(part.lstat() for part in (Path(file).rglob("*") if is_zarr(file) else ()))]
+    size = sum(part.st_size for part in parts)
+    line = f"{file}\0{size}\0{max(part.st_mtime_ns for part in parts)}\n"
+    return line.encode(errors="surrogateescape"), size

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from fedssl.datasets.formats import DICOM_DIRECTORY, DICOM_SUFFIX, DOUBLE_SUFFIXES, is_dicom
+from fedssl.datasets.formats import DICOM_DIRECTORY, DICOM_SUFFIX, DOUBLE_SUFFIXES, is_dicom, is_zarr
 from fedssl.errors import InputError
 from fedssl.safe_io import sanitize
 
@@ -95,8 +95,8 @@ def is_folder(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a path is that of a regular file, or a link to one."""
-    return _has(path.is_file)
+    """Return whether a path is that of a regular file or of Zarr, or a link to one."""
+    return _has(path.is_file) or _has(lambda: is_zarr(path))
 
 
 def is_hidden(name: str) -> bool:
@@ -118,7 +118,7 @@ def ending_by_content(path: str) -> str:
     Scanners and archives name these files ``IM0001``, or by numbers that dots separate.
     """
     name = path.rpartition("/")[2]
-    ending = ending_of(name)
+    ending = ".zarr" if is_zarr(path) else ending_of(name)
     may_be_dicom = (not ending or ending[1:].isdigit()) and name.upper() != DICOM_DIRECTORY
     return DICOM_SUFFIX if may_be_dicom and is_dicom(path) else ending
 
@@ -172,11 +172,10 @@ class _Walk:
                     continue
                 if entry.is_symlink():
                     links.add(entry.name)
-                if entry.is_dir():
-                    is_file[entry.name] = False
-                    continue
                 ending = ending_by_content(entry.path)
-                if entry.is_file() and ending in self._suffixes:
+                if entry.is_dir() and ending != ".zarr":
+                    is_file[entry.name] = False
+                elif (entry.is_file() or entry.is_dir()) and ending in self._suffixes:
                     is_file[entry.name] = True
                 else:
                     self._listing.ignored[ending] += 1

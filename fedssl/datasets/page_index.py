@@ -27,7 +27,7 @@ from typing import Self
 import numpy as np
 
 from fedssl.datasets.decoding import THREADS, Bands, Decoding, Encoded, Page, unreadable_reason
-from fedssl.datasets.formats import FORMAT_OF, FROM_START, SEVERAL, VOLUMES
+from fedssl.datasets.formats import FORMAT_OF, FROM_START, SEVERAL, VOLUMES, is_zarr
 from fedssl.datasets.image_index import ImageIndex, SequenceIndex
 from fedssl.datasets.listing import ending_of, log_once
 from fedssl.datasets.pages import open_pages
@@ -128,7 +128,8 @@ def _with_bands(index: SequenceIndex, files: Sequence[FilePath]) -> SequenceInde
 
 def _has_several(file: FilePath, pages: str) -> bool:
     """Return whether several pages of a file may be used, by its name."""
-    form = FORMAT_OF.get(ending_of(str(file).rpartition("/")[2]), "DICOM")  # whose names may have any ending
+    other = "ZARR" if is_zarr(file) else "DICOM"  # whose names may have any ending
+    form = FORMAT_OF.get(ending_of(str(file).rpartition("/")[2]), other)
     return pages != "first" and form in (VOLUMES if pages == "auto" else SEVERAL)
 
 

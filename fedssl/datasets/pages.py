@@ -9,6 +9,7 @@ from functools import cached_property
 from importlib import import_module
 from io import SEEK_END, BytesIO
 from itertools import islice
+from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from fedssl.datasets.formats import (
     INSTALLED,
     PACKAGES,
     SEVERAL,
+    is_zarr,
     module_of,
     require_package,
 )
@@ -125,16 +127,23 @@ class _PillowPages(Pages):
 
 @contextmanager
 def open_pages(
-    source: bytes | FilePath, *, max_pixels: int, channels: int, video_interval: float = 1.0
+    source: bytes | FilePath, *, max_pixels: int, channels: int, size: int = 1, video_interval: float = 1.0
 ) -> Iterator[Pages]:
     """Open a file or its bytes, without decoding it.
 
-    ``channels`` are those of the data set, by which the axes of arrays are recognized, and ``video_interval`` has the
-    seconds between two frames. Exceptions can have any type, as in `fedssl.datasets.decoding.Decoding`.
+    ``channels`` are those of the data set, by which the axes of arrays are recognized. Of several resolutions one for
+    ``size`` is opened. ``video_interval`` has the seconds between two frames. Exceptions can have any type, as in
+    `fedssl.datasets.decoding.Decoding`.
     """
+    if not isinstance(source, bytes) and is_zarr(source):
+        require_package("ZARR")
+        zarr = import_module("fedssl.datasets.zarr")
+        with zarr.opened(Path(source), max_pixels=max_pixels, channels=channels, size=size) as pages:
+            yield pages
+        return
     with BytesIO(source) if isinstance(source, bytes) else open_regular_file(source) as stream:
         head = stream.read(HEAD_BYTES)
-        size = stream.seek(0, SEEK_END)
+        num_bytes = stream.seek(0, SEEK_END)
         stream.seek(0)
         module = module_of(head)
         if module == "tiff":
@@ -148,8 +157,8 @@ def open_pages(
                 yield pages
         else:
             is_dicom = "DICOM" in INSTALLED and head.startswith(DICOM_MAGIC, DICOM_PREAMBLE)  # read frame by frame
-            if size > max_file_bytes(max_pixels) and not is_dicom:  # Pillow may read it as a whole
-                raise ValueError(f"it has {size:,} bytes but the maximum is {max_file_bytes(max_pixels):,}")
+            if num_bytes > max_file_bytes(max_pixels) and not is_dicom:  # Pillow may read it as a whole
+                raise ValueError(f"it has {num_bytes:,} bytes but the maximum is {max_file_bytes(max_pixels):,}")
             with Image.open(stream, formats=("DICOM",) if is_dicom else FORMATS) as image:
                 if image.format == "JPEG2000" and image.mode not in ("L", "I;16"):
                     _check_depth(stream)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedssl.config.literal import user_path
-from fedssl.datasets.formats import SUFFIXES, missing_packages
+from fedssl.datasets.formats import SUFFIXES, is_zarr, missing_packages
 from fedssl.datasets.listing import (
     Listing,
     ending_by_content,
@@ -79,7 +79,11 @@ def find(path: str, *, containers_first: bool = False) -> Source:
     """Return the files of ``path``; `InputError` if there are none. ``containers_first`` reads images last."""
     root = user_path(path)
     endings = {*SUFFIXES, *_CONTAINERS}
-    listing = list_files(root, endings) if is_folder(root) else _matching(root, endings | _MANIFESTS.keys())
+    listing = (
+        list_files(root, endings)
+        if is_folder(root) and not is_zarr(root)
+        else _matching(root, endings | _MANIFESTS.keys())
+    )
     of_kind: dict[str, list[str]] = {}
     for name in listing.paths:
         of_kind.setdefault((_CONTAINERS | _MANIFESTS).get(ending_of(name), IMAGES), []).append(name)
