@@ -39,7 +39,6 @@ def test_flwr_run_completes(tmp_path):
 
 
 def check(output):
-    """Of the features before and after the round; 0.1 is chance."""
+    """Of the features of the untrained encoder, and after the round; 0.1 is chance."""
     first, last = re.search(r"\{0: \{'accuracy': ([0-9.]+)\}, 1: \{'accuracy': ([0-9.]+)\}\}", output).groups()
-    assert min(float(first), float(last)) > 0.9
-    assert first != last
+    assert 0.7 < float(first) < float(last)

@@ -16,8 +16,9 @@ images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16  # (1797
 def make_network():
     """Return encoder and projector, with the same initial weights everywhere."""
     torch.manual_seed(0)
-    encoder = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten())
-    return nn.ModuleDict({"encoder": encoder, "projector": nn.Linear(1024, 32)})
+    layers = [nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)]
+    layers += [nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.ModuleDict({"encoder": nn.Sequential(*layers), "projector": nn.Linear(32, 32)})
 
 
 @app.train()
@@ -25,7 +26,7 @@ def train(message, context):
     """Train one epoch: two noisy views of an image are close, those of other images are not."""
     network = make_network()
     network.load_state_dict(message.content["arrays"].to_torch_state_dict())
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
     mine = images[:1400][context.node_config["partition-id"] :: context.node_config["num-partitions"]]
     for batch in mine[torch.randperm(len(mine))].split(64):
         views = torch.cat([batch + 0.2 * torch.randn_like(batch) for _ in range(2)])
