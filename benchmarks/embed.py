@@ -1,12 +1,13 @@
-"""Time and memory of ``fedssl-embed``: share of the encoder's own throughput, and growth with the number of images.
+"""Throughput and memory of ``fedssl-embed``, relative to the encoder alone in the same run.
 
     python benchmarks/embed.py [--backend onnx] [--images 500] [--size 64] [--pixels 96]
 
 The encoder is a ResNet-18 with random weights, the images are JPEG of noise. Decoding and inference share the cores, so
-that on a CPU the ratio is at most the encoder's share of both. Run it on an idle machine.
+that on a CPU the ratio is at most the encoder's share of the work. Run it on an idle machine.
 """
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -15,6 +16,10 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+from fedssl.machine.process import OPENMP_ENV
+
+os.environ.update(OPENMP_ENV | os.environ)  # before torch is imported, as the command does
 
 from fedssl import encoders
 from fedssl.embedding import load_embedder

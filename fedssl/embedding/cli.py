@@ -7,6 +7,7 @@ The ending of ``out`` is its format: ``.parquet``, ``.npy`` and ``.faiss`` (with
 The same command continues after an interruption.
 """
 
+import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from fedssl.embedding.image_list import ImageList
 from fedssl.embedding.partial import Partial, open_partial, partial_bytes, remove_partial
 from fedssl.errors import InputError
 from fedssl.machine.memory import gigabytes
+from fedssl.machine.process import OPENMP_ENV
 from fedssl.safe_io import sanitize
 
 USAGE = (
@@ -43,6 +45,8 @@ _DATA_SET = "dataset."
 
 def main() -> int:
     """Entry point; returns the exit status, see `run_command`."""
+    for name, value in OPENMP_ENV.items():  # torch is not imported yet
+        os.environ.setdefault(name, value)
     return run_with_overrides("fedssl-embed", USAGE, run)
 
 
