@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,11 @@ import numpy as np
 from fedssl.datasets.raster import MAXIMA
 from fedssl.errors import InputError
 
-BACKENDS = {"torch": "fedssl.embedding.torch_backend", "onnx": "fedssl.embedding.onnx_backend"}  # modules
+# Modules, and the packages that they need.
+BACKENDS = {
+    "torch": ("fedssl.embedding.torch_backend", "torch"),
+    "onnx": ("fedssl.embedding.onnx_backend", "onnxruntime"),
+}
 MAX_BATCH = 256  # images
 _BATCH_VALUES = 2**22  # of the images of a batch on a CPU: larger ones need more memory and are no faster
 
@@ -83,5 +88,9 @@ def load_embedder(
     """
     if backend not in BACKENDS:
         raise InputError(f"backend={backend} does not exist; choose one of {', '.join(BACKENDS)}")
-    embedder: Embedder = import_module(BACKENDS[backend]).load(Path(source), device=device, folders=folders)
+    module, package = BACKENDS[backend]
+    if find_spec(package) is None:
+        other = next(name for name in BACKENDS if name != backend)
+        raise InputError(f"backend={backend} needs {package}; pip install {package}, or set backend={other}")
+    embedder: Embedder = import_module(module).load(Path(source), device=device, folders=folders)
     return embedder

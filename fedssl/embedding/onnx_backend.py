@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,6 @@ class OnnxEmbedder(Embedder):
 
 def load(source: Path, *, device: str, folders: Sequence[Path]) -> OnnxEmbedder:
     """Load an encoder, see `fedssl.embedding.load_embedder`; ``folders`` are not needed."""
-    if find_spec("onnxruntime") is None:
-        raise InputError("backend=onnx needs onnxruntime; install it: pip install 'fedssl[export]'")
     import onnxruntime
 
     file = _graph(source)

@@ -115,6 +115,13 @@ def test_arrays_of_another_form_are_rejected(run: Path) -> None:
         load_embedder(run, device="cpu")(np.zeros((2, 3, 9, 9), np.uint8))
 
 
+@pytest.mark.parametrize(("backend", "other"), [("torch", "onnx"), ("onnx", "torch")])
+def test_a_missing_package_is_named(run: Path, monkeypatch: pytest.MonkeyPatch, backend: str, other: str) -> None:
+    monkeypatch.setattr("fedssl.embedding.embedder.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=f"pip install .*, or set backend={other}"):
+        load_embedder(run, backend=backend)
+
+
 def test_a_missing_onnx_file_names_the_command(run: Path) -> None:
     with pytest.raises(InputError, match=f"fedssl-export run={run} format=onnx"):
         load_embedder(run, backend="onnx")
