@@ -99,6 +99,8 @@ def index_rows(
     files: Sequence[Path], query: Query, *, data_set: Sequence[Path], shared: bool, chosen: np.ndarray | None = None
 ) -> ImageIndex | None:
     """Return the images of the rows of some files of a data set, or the ``chosen``; None if they have no row."""
+    if not files:
+        return None
     known = _columns(files, query, data_set=data_set, shared=shared)
     count = len(known["labels"])
     if not count:

@@ -124,6 +124,14 @@ def test_files_of_the_training_in_the_test_are_a_warning(images: Path) -> None:
     assert load_split(settings, "train").warnings == ()
 
 
+def test_a_list_without_a_test_may_hold_out_a_domain(images: Path) -> None:
+    text = "path,label,hospital\n" + "".join(f"my images/{n}.png,{n % 2},h{n // 4}\n" for n in range(10))
+    assert read(images, text, "test") is None
+    changes = {"owner": "hospital", "held_out": "h2"}
+    train, test = (read(images, text, split, **changes) for split in ("train", "test"))
+    assert (first_pixels(train.images), first_pixels(test.images)) == (list(range(0, 80, 10)), [80, 90])
+
+
 def test_no_group_is_on_both_sides(images: Path) -> None:
     """Ten images of five patients, each with an image of both classes: the share 0.4 of each class are two patients."""
     text = "path,label,patient\n" + "".join(f"my images/{n}.png,{n % 2},p{n // 2}\n" for n in range(10))
