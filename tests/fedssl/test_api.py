@@ -181,6 +181,24 @@ def test_folders_that_cannot_be_used_are_one_sentence(run, monkeypatch):
         fedssl.run(*QUICK, output_dir=run.path)  # a cell that is run again
 
 
+def test_a_run_on_another_machine_names_the_remedy(monkeypatch):
+    monkeypatch.setattr("simulation.run.run_settings", lambda settings, overrides: None)
+    with pytest.raises(fedssl.RunError, match="on another machine, see above; copy it from there, and open it with"):
+        fedssl.run(*QUICK)
+
+
+def test_an_early_interrupt_leaves_no_folder(tmp_path, monkeypatch):
+    def interrupt(*_):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("server_app.app.TrainingLoop.run", interrupt)
+    monkeypatch.chdir(tmp_path)
+    with nothing_left(), pytest.raises(KeyboardInterrupt) as stop:
+        fedssl.run(*QUICK)
+    assert str(stop.value) == ""
+    assert not list(tmp_path.glob("runs/*/checkpoints/*"))
+
+
 def test_a_failed_run_leaves_nothing_behind(tmp_path, monkeypatch):
     def fail(*_):
         raise MemoryError
