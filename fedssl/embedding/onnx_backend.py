@@ -36,22 +36,26 @@ class OnnxEmbedder(Embedder):
         low, high = self.pixels["window"] or (0, 1)
         self._low, self._range = np.float32(low), np.float32(high - low)
 
-    def _compute(self, images: np.ndarray) -> np.ndarray:
+    def outputs(self, images: np.ndarray) -> list[np.ndarray]:
+        """Return all outputs of the graph: the features, and those that another program appended."""
         if self._takes_bytes and images.dtype != np.uint8:
             line = "images of more than 8 bits are rounded to 8, which this graph takes; backend=torch keeps all bits"
             log_once(logging.WARNING, line)
         pixels = convert(images, "uint8" if self._takes_bytes else "float32")
         if not self._takes_bytes:
             pixels = self._low + self._range * pixels
-        features: np.ndarray = self._session.run(None, {self._session.get_inputs()[0].name: pixels})[0]
-        return features
+        outputs: list[np.ndarray] = self._session.run(None, {self._session.get_inputs()[0].name: pixels})
+        return outputs
+
+    def _compute(self, images: np.ndarray) -> np.ndarray:
+        return self.outputs(images)[0]
 
 
 def load(source: Path, *, device: str, folders: Sequence[Path]) -> OnnxEmbedder:
     """Load an encoder, see `fedssl.embedding.load_embedder`; ``folders`` are not needed."""
     import onnxruntime
 
-    file = _graph(source)
+    file = graph_file(source)
     provider = _PROVIDERS.get("cpu" if device == "auto" else device)
     if provider not in (available := onnxruntime.get_available_providers()):
         allowed = ", ".join(name for name, provider in _PROVIDERS.items() if provider in available)
@@ -74,7 +78,7 @@ def load(source: Path, *, device: str, folders: Sequence[Path]) -> OnnxEmbedder:
         ) from error
 
 
-def _graph(source: Path) -> Path:
+def graph_file(source: Path) -> Path:
     """Return the file of an export; `InputError` if there is none, or if it is older than the encoder."""
     encoder = source / "encoder.pt" if source.is_dir() else source
     file = source if source.suffix == ".onnx" else encoder.with_suffix(".onnx")

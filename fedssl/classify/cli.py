@@ -1,0 +1,110 @@
+"""The command ``fedssl-classify``: classify images by a few labeled ones, and choose which to label next.
+
+    fedssl-classify run=DIR labeled=PATH images=PATH [out=predictions.csv]
+    fedssl-classify run=DIR labeled=PATH [onnx=FILE.onnx] [report=FILE.json]
+    fedssl-classify run=DIR [labeled=PATH] images=PATH label_next=NUMBER [next=label_next.csv]
+
+``labeled`` is a folder with one subfolder per class, or a CSV or parquet file with the columns path and label
+(``dataset.label=NAME`` for another name). Images with one value of its column group (or ``dataset.group=NAME``) are
+never on both sides of the cross-validation. Labeled images, and copies of them, are left out of the predictions unless
+``include_labeled=true``, and always of those to label next. Without ``images``, those to label next are the images of
+``labeled`` that have no label.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fedssl.atomic_files import write_text
+from fedssl.classify.classifier import Classifier
+from fedssl.classify.label_next import FEW, next_to_label, unit_features
+from fedssl.classify.labeled import UNLABELED, Images, LabeledImages, embed, read_labeled
+from fedssl.classify.onnx_file import NUM_CHECKED, check_packages, write_onnx
+from fedssl.classify.options import Options, read_options
+from fedssl.classify.results import describe, prediction_rows, report
+from fedssl.classify.validation import train
+from fedssl.config.commands import run_with_overrides
+from fedssl.embedding import load_embedder
+from fedssl.errors import InputError
+from fedssl.text_table import to_csv
+
+USAGE = (
+    "usage: fedssl-classify run=DIR labeled=PATH [images=PATH] [out=predictions.csv] [onnx=FILE] [report=FILE.json]\n"
+    "       [label_next=NUMBER] [next=label_next.csv] [include_labeled=true] [skip_unreadable=true]\n"
+    "       [backend=torch|onnx] [device=NAME] [seed=NUMBER] [dataset.label=COLUMN] [dataset.group=COLUMN]\n"
+    "       fedssl-classify run=DIR images=PATH label_next=NUMBER\n"
+    "       --config-dir FOLDER: folder with the settings of your own encoder"
+)
+
+
+def main() -> int:
+    """Entry point; returns the exit status, see `run_command`."""
+    return run_with_overrides("fedssl-classify", USAGE, run)
+
+
+def run(overrides: Sequence[str]) -> str:
+    """Classify by the overrides, write the files, and return the text to print."""
+    options = read_options(overrides)
+    if options.onnx is not None:
+        check_packages()
+    embedder = load_embedder(options.source, device=options.device, backend=options.backend, folders=options.folders)
+    labeled = images = model = None
+    if options.labeled is not None:
+        labeled = read_labeled(embedder, options.labeled, options.settings, skip_unreadable=options.skip_unreadable)
+    if options.images is not None:
+        settings = {key: value for key, value in options.settings.items() if key not in ("label", "group", "folders")}
+        images = embed(embedder, options.images, settings | UNLABELED, skip_unreadable=options.skip_unreadable)
+    lines, texts = list[str](), dict[Path, str]()
+    if labeled is not None:
+        model, validation = train(
+            labeled.known, labeled.labels, classes=labeled.classes, groups=labeled.groups, seed=options.seed
+        )
+        lines += describe(labeled, validation)
+        if options.report is not None:
+            texts[options.report] = json.dumps(report(labeled, model, validation), indent=2) + "\n"
+        if options.out is not None and images is not None:
+            rows = np.arange(len(images.digests)) if options.include_labeled else images.others(labeled)
+            texts[options.out] = to_csv(prediction_rows(images, labeled, model, rows))
+            lines.append(f"predictions of {len(rows):,} of {len(images.digests):,} images: {options.out}")
+    pool = images or labeled
+    if options.next is not None and pool is not None:
+        chosen = _label_next(pool, labeled, model, options)
+        texts[options.next] = to_csv(_rows_to_label(pool, model, chosen, options.next))
+        lines.append(f"{len(chosen):,} images to label next: {options.next}")
+    if options.onnx is not None and labeled is not None and model is not None:
+        difference = write_onnx(options, embedder, model, labeled.embeddings.decode(labeled.rows[:NUM_CHECKED]))
+        lines.append(f"encoder and classifier, with a largest difference of {difference:.1e}: {options.onnx}")
+    for file, text in texts.items():
+        write_text(file, text)
+    return "\n".join(lines)
+
+
+def _label_next(pool: Images, labeled: LabeledImages | None, model: Classifier | None, options: Options) -> np.ndarray:
+    """Return the rows of the images to label next, the most useful first."""
+    rows = pool.others(labeled)
+    if not len(rows):
+        raise InputError("label_next finds no image without a label; give others with images=PATH")
+    features, known, margins = pool.features[rows], pool.features[:0], None
+    if labeled is not None and model is not None:
+        known = labeled.known
+        if len(known) >= FEW * len(labeled.classes):
+            margins = -np.diff(np.sort(model.probabilities(features), axis=1)[:, :-3:-1])[:, 0]
+    center = np.concatenate([features, known]).mean(axis=0, dtype=np.float64)
+    unit, unit_known = (unit_features(each, center=center) for each in (features, known))
+    return rows[next_to_label(unit, unit_known, count=options.label_next, margins=margins, seed=options.seed)]
+
+
+def _rows_to_label(images: Images, model: Classifier | None, rows: np.ndarray, table: Path) -> Iterator[list[object]]:
+    """Yield the lines of a table that is read as ``labeled`` once its labels are written."""
+    yield ["path", "label", *(["prediction", "probability"] if model is not None else [])]
+    folder = table.absolute().parent
+    for row in rows:
+        image = (images.embeddings.images.root / images.embeddings.names[row]).absolute()
+        below = image.is_relative_to(folder)
+        line: list[object] = [f"./{image.relative_to(folder).as_posix()}" if below else str(image), ""]
+        if model is not None:
+            (probabilities,) = model.probabilities(images.features[[row]])
+            line += [model.classes[probabilities.argmax()], f"{probabilities.max():.4f}"]
+        yield line

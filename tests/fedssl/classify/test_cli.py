@@ -1,0 +1,225 @@
+"""The command ``fedssl-classify``: its files, what it refuses, and what it leaves out."""
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+from PIL import Image
+
+from fedssl.classify import onnx_file
+from fedssl.classify.classifier import Classifier
+from fedssl.classify.cli import run as classify
+from fedssl.command_line import run_command
+from fedssl.embedding import load_embedder
+from fedssl.errors import RunError
+from fedssl.export.cli import run as export
+from tests.fedssl.embedding.test_cli import WITHOUT_TORCH
+from tests.fedssl.export.test_formats import SMALL, write_encoder
+
+COLORS = {"rød, 1": (250, 60, 60), "green": (60, 250, 60), "blue": (60, 60, 250)}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    write_encoder(folder / "encoder.pt", SMALL)
+    export([f"run={folder}", "format=onnx"])
+    return folder
+
+
+@pytest.fixture
+def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Noisy images of three colors, of which six each are labeled, and two of these are also in photos."""
+    monkeypatch.chdir(tmp_path)
+    for name in COLORS:
+        for number in range(12):
+            folder = Path("photos", "labeled", name) if number < 6 else Path("photos")
+            write(folder / f"{name}-{number}.png", name, seed=number)
+    for number in range(2):
+        shutil.copy(f"photos/labeled/blue/blue-{number}.png", f"photos/copy-{number}.png")
+    return tmp_path / "photos"
+
+
+def write(file: Path, name: str, *, seed: int) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    noise = np.random.default_rng([seed, len(name)]).integers(-60, 60, (11, 9, 3))
+    Image.fromarray(np.clip(np.array(COLORS[name]) + noise, 0, 255).astype(np.uint8)).save(file)
+
+
+def table(file: str) -> list[dict[str, str]]:
+    with Path(file).open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_unlabeled_images_get_their_class_and_probabilities(run: Path, photos: Path) -> None:
+    text = classify([f"run={run}", "labeled=photos/labeled", "images=photos", "report=r.json"])
+    assert "18 labeled images of 3 classes" in text
+    assert "predictions of 18 of 38 images: predictions.csv" in text
+    lines = table("predictions.csv")
+    assert {line["path"] for line in lines} == {path.name for path in photos.glob("*.png")} - {
+        "copy-0.png",
+        "copy-1.png",
+    }
+    for line in lines:
+        assert line["prediction"] == line["path"].rpartition("-")[0]
+        probabilities = [float(line[f"p({name})"]) for name in COLORS]
+        assert sum(probabilities) == pytest.approx(1, abs=1e-3)
+        assert max(probabilities) == pytest.approx(float(line["probability"]), abs=1e-3)
+    report = json.loads(Path("r.json").read_text())
+    assert report["accuracy"] == 1
+    assert report["interval"][0] == pytest.approx(18 / (18 + 1.959964**2))  # Wilson's for 18 of 18
+    assert report["classes"]["rød, 1"] == {"images": 6, "recall": 1}
+    assert report["confusion"] == [[6, 0, 0], [0, 6, 0], [0, 0, 6]]
+
+
+def test_labeled_images_are_predicted_if_asked(run: Path, photos: Path) -> None:
+    classify([f"run={run}", "labeled=photos/labeled", "images=photos", "include_labeled=true"])
+    assert len(table("predictions.csv")) == 38
+
+
+def test_an_image_of_something_else_is_unusual(run: Path, photos: Path) -> None:
+    stripes = np.zeros((11, 9, 3), np.uint8)
+    stripes[::2] = 255
+    Image.fromarray(stripes).save("photos/zebra.png")
+    classify([f"run={run}", "labeled=photos/labeled", "images=photos"])
+    unusual = [line["path"] for line in table("predictions.csv") if line["unusual"] == "yes"]
+    assert "zebra.png" in unusual
+    assert len(unusual) < 6
+
+
+@pytest.mark.parametrize("labeled", [True, False])
+def test_images_to_label_next_are_read_as_labeled_once_labels_are_written(
+    run: Path, photos: Path, labeled: bool
+) -> None:
+    known = ["labeled=photos/labeled"] * labeled
+    text = classify([f"run={run}", *known, "images=photos", "label_next=6", "out=p.csv"][: None if labeled else -1])
+    assert "images to label next: label_next.csv" in text
+    lines = table("label_next.csv")
+    assert len(lines) == 6
+    assert ("prediction" in lines[0]) == labeled
+    names = [Path(line["path"]).name for line in lines]
+    assert not any(name.startswith("copy") for name in names) or not labeled
+    assert labeled <= {*names}.isdisjoint(path.name for path in photos.glob("labeled/*/*"))
+    with Path("label_next.csv").open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["path", "label"])
+        writer.writerows(
+            [line["path"], Path(line["path"]).name.rpartition("-")[0].replace("copy", "blue")] for line in lines
+        )
+    assert "6 labeled images of 3 classes" in classify([f"run={run}", "labeled=label_next.csv"])
+
+
+def test_rows_without_a_label_are_labeled_next(run: Path, photos: Path) -> None:
+    rows = [(path, path.name.rpartition("-")[0]) for path in photos.glob("labeled/*/*.png")]
+    rows += [(path, " ") for path in photos.glob("[bgr]*.png")]
+    with Path("labels.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([("path", "label"), *rows])
+    classify([f"run={run}", "labeled=labels.csv", "label_next=5"])
+    assert {Path(line["path"]).parent.absolute() for line in table("label_next.csv")} == {photos}
+
+
+@pytest.mark.parametrize("backend", ["onnx", pytest.param("torch", marks=pytest.mark.heavy)])
+def test_graph_of_encoder_and_classifier_gives_the_predictions(run: Path, photos: Path, backend: str) -> None:
+    classify(
+        [f"run={run}", "labeled=photos/labeled", "images=photos", "onnx=all.onnx", f"backend={backend}", "device=cpu"]
+    )
+    session = onnxruntime.InferenceSession("all.onnx")
+    classes = json.loads(session.get_modelmeta().custom_metadata_map["classes"])
+    assert classes == sorted(COLORS)
+    assert [output.name for output in session.get_outputs()] == ["representations", "probabilities"]
+    images = np.stack([np.array(Image.open(f"photos/blue-{number}.png").resize((8, 8))) for number in (6, 7, 8)])
+    (probabilities,) = session.run(["probabilities"], {"images": images.transpose(0, 3, 1, 2)})
+    assert [classes[best] for best in probabilities.argmax(axis=1)] == ["blue"] * 3
+    assert load_embedder("all.onnx", backend="onnx").dimension == 16  # still an encoder
+
+
+def test_a_wrong_graph_is_not_written(run: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append = onnx_file._append
+
+    def wrong(encoder: Path, model: Classifier, file: Path) -> None:
+        append(encoder, replace(model, bias=model.bias + np.arange(3)), file)
+
+    monkeypatch.setattr(onnx_file, "_append", wrong)
+    with pytest.raises(RunError, match="nothing was written"):
+        classify([f"run={run}", "labeled=photos/labeled", "images=photos", "onnx=all.onnx", "backend=onnx"])
+    assert {path.name for path in photos.parent.iterdir()} == {"photos"}
+
+
+def test_onnx_runtime_alone_needs_no_torch_and_500_megabytes(run: Path, photos: Path) -> None:
+    words = [f"run={run}", "labeled=photos/labeled", "images=photos", "label_next=3", "onnx=a.onnx", "backend=onnx"]
+    code = WITHOUT_TORCH.replace("fedssl_embed", "fedssl_classify")
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *text, megabytes = done.stdout.splitlines()
+    assert "predictions of 18 of 38 images: predictions.csv" in text
+    assert int(megabytes) < 500
+
+
+def prepared(case: str) -> None:
+    """Change the labeled images of a case."""
+    labeled = Path("photos/labeled")
+    if case == "one class":
+        shutil.rmtree(labeled / "green")
+        shutil.rmtree(labeled / "rød, 1")
+    if case == "two labels":
+        shutil.copy(labeled / "green/green-0.png", labeled / "blue/again.png")
+    if case == "csv":
+        Path("labels.csv").write_text("path,label\nphotos/blue-6.png,blue\nphotos/missing.png,green\n")
+    if case == "empty":
+        Path("labels.csv").write_text("path,label\nphotos/blue-6.png,\nphotos/blue-7.png,\n")
+    if case == "column":
+        Path("labels.csv").write_text("path,kind\nphotos/blue-6.png,blue\nphotos/green-7.png,green\n")
+    if case == "exists":
+        Path("predictions.csv").touch()
+    if case == "damaged":
+        (labeled / "green/green-0.png").write_bytes(b"no image")
+
+
+@pytest.mark.parametrize(
+    ("case", "words", "message"),
+    [
+        ("", ["labeled=nowhere"], "labeled: nowhere is not a folder"),
+        ("", ["labeled=photos/labeled", "images=nowhere"], "images: nowhere is not a folder"),
+        ("", ["images=photos"], "labeled is missing; add labeled=PATH, or choose first images to label"),
+        ("", ["labeled=photos/labeled", "out=p.csv"], "out=p.csv needs images"),
+        ("", ["images=photos", "label_next=2", "report=r.json"], "report=r.json needs labeled"),
+        ("", ["labeled=photos/labeled", "next=n.csv"], "next=n.csv needs label_next"),
+        ("", ["labeled=photos/labeled", "label_next=-3"], "label_next=-3 is not a whole number"),
+        ("", ["labeled=photos/labeled", "images=photos", "out=p.xlsx"], r"out=p.xlsx .* ends in .csv"),
+        ("", ["labeled=photos/labeled", "images=photos", "out=no/p.csv"], "folder that does not exist"),
+        ("", ["labeled=photos/labeled", "images=photos", "out=a.csv", "next=a.csv", "label_next=3"], "the same file"),
+        ("", ["label=photos/labeled"], "did you mean labeled"),
+        ("", ["labeled=photos/labeled", "include_labeled=yes", "images=photos"], "include_labeled=true or"),
+        ("", ["labeled=photos/labeled", "label_next=2"], "no image without a label; give others with images=PATH"),
+        ("", ["labeled=photos/labeled", "backend=tf"], "backend=tf"),
+        ("exists", ["labeled=photos/labeled", "images=photos"], "predictions.csv exists already; remove it"),
+        ("one class", ["labeled=photos/labeled"], "one class only, but a classifier needs two"),
+        ("two labels", ["labeled=photos/labeled"], "blue/again.png and .* the same image, but labeled 'blue' and 'gr"),
+        ("csv", ["labeled=labels.csv"], "1 of the 2 image files .* do not exist, .*dataset.skip_missing=true"),
+        ("empty", ["labeled=labels.csv"], "labels.csv has no labels, or one class only"),
+        ("column", ["labeled=labels.csv"], "another name: dataset.label=NAME"),
+        ("damaged", ["labeled=photos/labeled"], "1 of 18 images cannot be read: .*skip_unreadable=true"),
+    ],
+)
+def test_bad_input_is_one_sentence_before_a_file_is_written(
+    case: str, words: list[str], message: str, run: Path, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared(case)
+    before = {path.name for path in photos.parent.iterdir()}
+
+    def command() -> None:
+        classify([f"run={run}", *words])
+
+    assert run_command("fedssl-classify", command) == 2
+    assert {path.name for path in photos.parent.iterdir()} == before
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(message, error), error
