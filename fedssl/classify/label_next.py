@@ -1,7 +1,7 @@
 """Choice of the images to label next: typical ones for few labels, uncertain ones for more.
 
 Hacohen et al. (2202.02794) show that typical images are better for few labels, and uncertain ones for many. They leave
-the number open; ``FEW`` is that of one encoder of the digits. With weak encoders of CIFAR-10 neither was reliably
+the number open; ``FEW`` is that of encoders of the digits. With weak encoders of CIFAR-10 neither was reliably
 better than random images, see ``benchmarks/README.md``.
 
 ``typical`` is their TypiClust: features of length 1 are clustered by k-means into as many clusters as there are labeled
