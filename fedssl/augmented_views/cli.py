@@ -18,6 +18,7 @@ from fedssl.atomic_files import write_text
 from fedssl.augmentation import Augmentation
 from fedssl.augmentation.recipe import ViewOptions, ViewRecipe
 from fedssl.augmented_views.pictures import Display, view_values
+from fedssl.config.commands import run_with_overrides
 from fedssl.config.literal import path_of
 from fedssl.config.load import compose
 from fedssl.config.overrides import check_single, parse
@@ -26,7 +27,6 @@ from fedssl.config.targets import normalize
 from fedssl.datasets.base import ImageData, load_federated
 from fedssl.datasets.raster import unit_values
 from fedssl.errors import InputError
-from fedssl.evaluation.cli import run_with_overrides
 from fedssl.methods.base import build_method
 from fedssl.pages import render
 from fedssl.seeding import numpy_generator, torch_generator
@@ -72,9 +72,7 @@ def run(overrides: Sequence[str]) -> str:
     except OSError as error:
         raise InputError(f"out={out} cannot be written ({error.strerror}); choose another file") from error
     shown = min(images, len(image_data.images))
-    return "\n".join(
-        [*image_data.warnings, f"written to {out}: {draws} x {len(augment.recipes)} views of {shown} images"]
-    )
+    return f"written to {out}: {draws} x {len(augment.recipes)} views of {shown} images"
 
 
 def page(
@@ -116,13 +114,17 @@ def page(
         images=shown,
         width=_WIDTH,
         facts=_facts(image_data, settings, display),
-        recipes=[(number, *_describe(recipe, size)) for number, (recipe, size) in _numbered(augment)],
+        recipes=_recipes(augment),
         masked=any(patches),
     )
 
 
-def _numbered(augment: Augmentation) -> list[tuple[int, tuple[ViewRecipe, int]]]:
-    return list(enumerate(zip(augment.recipes, augment.sizes, strict=True), start=1))
+def _recipes(augment: Augmentation) -> list[tuple[str, str, str]]:
+    """Return the numbers of equal views, their kind and their settings."""
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for number, (recipe, size) in enumerate(zip(augment.recipes, augment.sizes, strict=True), start=1):
+        numbers.setdefault(_describe(recipe, size), []).append(str(number))
+    return [(", ".join(of), kind, settings) for (kind, settings), of in numbers.items()]
 
 
 def _facts(image_data: ImageData, settings: Settings, display: Display) -> list[str]:
@@ -132,7 +134,7 @@ def _facts(image_data: ImageData, settings: Settings, display: Display) -> list[
         f"{settings.data.name}: {total:,} images of the clients, {height}x{width} pixels, {stored}",
         f"augmentation for {settings.model.method.name}, seed {settings.seed}",
     ]
-    return [*facts, *filter(None, [display.text])]
+    return [*facts, *filter(None, [display.text]), *image_data.warnings]
 
 
 def _describe(recipe: ViewRecipe, size: int) -> tuple[str, str]:
@@ -172,7 +174,7 @@ def _count(key: str, text: str) -> int:
 def _bands(text: str | None, *, channels: int) -> tuple[int, ...] | None:
     if text is None:
         return None
-    value = parse([f"bands={text}"])[0].value()
+    value: Any = parse([f"bands={text}"])[0].value()
     is_list = isinstance(value, list) and len(value) in (1, 3)
     if not (is_list and all(type(band) is int and 0 <= band < channels for band in value)):
         raise InputError(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 KEY_COLUMNS = (2, 4)  # minimum and maximum number of text columns before the numbers; the others follow the numbers
 LONG_TEXT = 40  # characters from which on a text may be broken
+WIDE = 8  # inches from which on a figure has the width of the page
 MAX_PARTITIONS = 3  # figures at the top; more are below the tables
 # Caption of a run's plot, and the file with its numbers.
 RUN_PLOTS = {
@@ -109,7 +110,9 @@ def figures_of_all(runs: Sequence[Run]) -> list[PageImage]:
     for name, caption in PLOTS_OF_ALL.items() if plotted else ():
         with suppress(InputError) if name in SWEPT else nullcontext():  # other settings vary
             data = PLOTS[name].plot(plotted)
-            figures += [PageImage(caption, svg(data.figure), "wide")] if data else []
+            if data:
+                kind = "wide" if data.figure.get_figwidth() > WIDE else "plain"
+                figures.append(PageImage(caption, svg(data.figure), kind))
     return figures
 
 

@@ -233,8 +233,9 @@ class LayerCosines:
         if void:
             self._sums.clear()
         for line in lines:
-            round = line.get("round")
-            for layer, cosine in _numbers(line.get("cosine")).items() if isinstance(round, int) else ():
+            if not isinstance(round := line.get("round"), int):
+                continue
+            for layer, cosine in _numbers(line.get("cosine")).items():
                 total, number = self._sums[layer].get(round, (0.0, 0))
                 self._sums[layer][round] = total + cosine, number + 1
         means = {

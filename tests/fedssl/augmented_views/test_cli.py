@@ -88,7 +88,7 @@ def test_masks_and_local_views_have_pictures(tmp_path: Path):
     shapes = [picture.shape for picture in pictures(out.read_text())]
     assert shapes[:3] == [(8, 8)] * 3
     assert set(shapes[3:]) == {(4, 4)}
-    assert "local, 4x4 pixels" in out.read_text()
+    assert "<td>3, 4, 5, 6</td><td>local, 4x4 pixels</td>" in out.read_text()
 
 
 def test_images_of_many_bands_and_hostile_names(tmp_path: Path):
@@ -104,6 +104,7 @@ def test_images_of_many_bands_and_hostile_names(tmp_path: Path):
     assert "13 channel(s), uint16" in page
     assert "red, green and blue are channels 3, 2, 1" in page
     assert "are shown from black to white" in page
+    assert "so that they have hardly any contrast; set dataset.window=" in page
     assert {picture.shape for picture in pictures(page)} == {(8, 8, 3)}
     assert max(picture.max() for picture in pictures(page)) == 255
     elements = Elements(page)
