@@ -120,7 +120,7 @@ def test_files_that_pages_name_exist(page):
 
 
 def test_readme_stays_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 170
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_the_guide_stays_short():
