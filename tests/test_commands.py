@@ -155,7 +155,7 @@ def test_every_command_is_run_by_a_test_here() -> None:
 
 
 def test_python_of_the_readme(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = (block for block in BLOCKS if block.language == "python")
+    (block,) = (block for block in BLOCKS if block.language == "python" and block.page == "README.md")
     monkeypatch.chdir(workspace)
     names: dict[str, object] = {"images": torch.zeros(4, 1, 8, 8, dtype=torch.uint8)}
     exec(block.text, names)
