@@ -32,7 +32,7 @@ def check_method(method: str) -> None:
         advice = did_you_mean(method, METHODS)
         raise InputError(f"projection={method} does not exist{advice}; choose one of {', '.join(METHODS)}")
     if method == "umap" and not find_spec("umap"):
-        raise InputError("projection=umap needs umap-learn; install it with pip install umap-learn, or choose tsne")
+        raise InputError("projection=umap needs umap-learn; install it: uv sync --extra umap, or choose tsne")
 
 
 def project(unit: np.ndarray, *, method: str) -> Projection:
