@@ -93,8 +93,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_encoder(folder / "encoder-0.pt", VIT)
     (folder / "data/cifar10").mkdir(parents=True)
     write_hub_images(folder / "data/cifar10", splits={"train": 12, "test": 10})
-    for name in ("cats", "dogs"):
+    for seed, name in enumerate(("cats", "dogs")):
         write_images(folder / "my/images" / name, 20, size=64)
+        write_images(folder / "my/labeled" / name, 5, seed=1 + seed, size=64)
     (folder / "my/speed.csv").write_text(f"{','.join(SPEED_HEADER)}\n0,1e9,1e6,1e6\n1,1e9,1e6,1e6\n2,1e9,1e6,1e6\n")
     (folder / "my/online.csv").write_text("client,start,end\n0,0,9\n1,0,9\n2,0,9\n")
     for name in ("garden", "roof"):
