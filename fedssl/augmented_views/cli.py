@@ -1,9 +1,9 @@
 """The command ``fedssl-views``: a page with random views of images, before a method trains on them.
 
-    fedssl-views [key=value ...] [out=views.html] [images=6] [draws=3] [bands=[2,1,0]]
+    fedssl-views [key=value ...] [out=views.html] [images=6] [draws=3] [bands=3,2,1]
 
 The other settings are those of ``fedssl``: data set, augmentation and method decide what the page shows. Every image
-is drawn ``draws`` times. ``bands`` are the channels that are red, green and blue, of images with many.
+is drawn ``draws`` times. ``bands`` are the channels, from 1, that are red, green and blue, of images with many.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from fedssl.atomic_files import write_text
 from fedssl.augmentation import Augmentation
 from fedssl.augmentation.recipe import ViewOptions, ViewRecipe
 from fedssl.augmented_views.pictures import Display, view_values
-from fedssl.config.commands import run_with_overrides
+from fedssl.config.commands import bands_of, check_output, number_of, run_with_overrides
 from fedssl.config.literal import path_of
 from fedssl.config.load import compose
-from fedssl.config.overrides import check_single, parse
+from fedssl.config.overrides import check_single
 from fedssl.config.settings import Settings
 from fedssl.config.targets import normalize
 from fedssl.datasets.base import ImageData, load_federated
@@ -34,7 +34,7 @@ from fedssl.training import check_views
 
 USAGE = (
     "usage: fedssl-views [dataset=NAME] [dataset.path=PATH] [augmentation=NAME] [key=value ...]\n"
-    "       [out=views.html] [images=6] [draws=3] [bands=[RED,GREEN,BLUE]]\n"
+    "       [out=views.html] [images=6] [draws=3] [bands=RED,GREEN,BLUE]\n"
     "       writes a page with random views of images; the other settings are those of fedssl"
 )
 MAX_PICTURES = 2000  # of a page
@@ -53,24 +53,22 @@ def run(overrides: Sequence[str]) -> str:
     others = normalize([word for word in overrides if word.partition("=")[0] not in _KEYS])
     check_single(others)
     out = path_of(own.get("out", "views.html"))
-    if out.suffix != ".html" or not out.parent.is_dir():
-        raise InputError(f"out={out} must be a file that ends in .html, in a folder that exists, e.g. out=views.html")
-    images, draws = (_count(key, own.get(key, default)) for key, default in (("images", "6"), ("draws", "3")))
+    check_output("out", out, ".html", ".htm")
+    images, draws = (
+        int(number_of(key, own.get(key, default), 1, MAX_PICTURES))
+        for key, default in (("images", "6"), ("draws", "3"))
+    )
     settings = compose(others)
     augment: Augmentation = settings.training.augmentation.instantiate()
     check_views(augment, build_method(settings.model))
-    bands = _bands(own.get("bands"), channels=settings.data.channels)
+    bands = bands_of(own["bands"], settings.data.channels) if "bands" in own else None
     if images * (1 + draws * len(augment.recipes)) > MAX_PICTURES:
         raise InputError(
             f"images={images} draws={draws} with {len(augment.recipes)} views give more than {MAX_PICTURES} pictures; "
             "lower images or draws"
         )
     image_data = load_federated(settings.data)
-    content = page(image_data, augment, settings, count=images, draws=draws, bands=bands)
-    try:
-        write_text(out, content)
-    except OSError as error:
-        raise InputError(f"out={out} cannot be written ({error.strerror}); choose another file") from error
+    write_text(out, page(image_data, augment, settings, count=images, draws=draws, bands=bands))
     shown = min(images, len(image_data.images))
     return f"written to {out}: {draws} x {len(augment.recipes)} views of {shown} images"
 
@@ -163,22 +161,3 @@ def _names(image_data: ImageData, rows: np.ndarray) -> list[str]:
         for position, label in enumerate(image_data.labels[torch.from_numpy(rows)].tolist()):
             names[position] += f" ({image_data.classes[label]})" if label >= 0 else ""
     return names
-
-
-def _count(key: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_PICTURES):
-        raise InputError(f"{key}={text} must be a number from 1 to {MAX_PICTURES}, e.g. {key}=3")
-    return int(text)
-
-
-def _bands(text: str | None, *, channels: int) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    value: Any = parse([f"bands={text}"])[0].value()
-    is_list = isinstance(value, list) and len(value) in (1, 3)
-    if not (is_list and all(type(band) is int and 0 <= band < channels for band in value)):
-        raise InputError(
-            f"bands={text} must be three channels from 0 to {channels - 1} in brackets, or one, e.g. "
-            f"bands=[{','.join(str(min(band, channels - 1)) for band in range(3))}]"
-        )
-    return tuple(value)

@@ -47,7 +47,7 @@ class Display:
     @property
     def text(self) -> str:
         """Return what differs from a plain picture; empty if nothing does."""
-        of_bands = f"red, green and blue are channels {', '.join(map(str, self.bands))} (counted from 0)"
+        of_bands = f"red, green and blue are channels {', '.join(str(band + 1) for band in self.bands)}"
         shown = f"values of {self.low:.3g} to {self.high:.3g} (of 0 to 1) are shown from black to white"
         is_plain = self.bands in ((0,), (0, 1, 2))
         parts = [*([] if is_plain else [of_bands]), *([shown] if (self.low, self.high) != (0, 1) else [])]

@@ -22,7 +22,7 @@ from fedssl.classify.classifier import Classifier
 from fedssl.classify.label_next import FEW, next_to_label, unit_features
 from fedssl.classify.labeled import UNLABELED, Images, LabeledImages, embed, read_labeled
 from fedssl.classify.onnx_file import NUM_CHECKED, check_packages, write_onnx
-from fedssl.classify.options import Options, read_options
+from fedssl.classify.options import Options, classify_options
 from fedssl.classify.results import describe, prediction_rows, report
 from fedssl.classify.validation import train
 from fedssl.config.commands import run_with_overrides
@@ -46,7 +46,7 @@ def main() -> int:
 
 def run(overrides: Sequence[str]) -> str:
     """Classify by the overrides, write the files, and return the text to print."""
-    options = read_options(overrides)
+    options = classify_options(overrides)
     if options.onnx is not None:
         check_packages()
     embedder = load_embedder(options.source, device=options.device, backend=options.backend, folders=options.folders)

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedssl.config.literal import literal_values, path_of
-from fedssl.config.overrides import did_you_mean, parse
-from fedssl.config.targets import SEARCHPATH_KEY, search_folders
+from fedssl.config.commands import check_new, check_output, flag_of, number_of, read_options, source_of
+from fedssl.config.literal import path_of
+from fedssl.config.targets import search_folders
 from fedssl.errors import InputError
 
 _INPUTS = ("labeled", "images")
@@ -15,9 +15,8 @@ _OUTPUTS = {"out": ".csv", "report": ".json", "next": ".csv", "onnx": ".onnx"}
 _NUMBERS = ("label_next", "seed")
 _FLAGS = ("include_labeled", "skip_unreadable")
 _WORDS = ("backend", "device")
-_SOURCES = ("run", "encoder")
-_KEYS = (*_SOURCES, *_INPUTS, *_OUTPUTS, *_NUMBERS, *_FLAGS, *_WORDS)
-_PREFIX = "dataset."
+_KEYS = ("run", "encoder", *_INPUTS, *_OUTPUTS, *_NUMBERS, *_FLAGS, *_WORDS)
+_MAX_NUMBER = 10**9
 _NEEDS = [(key, "labeled") for key in ("out", "report", "onnx", "include_labeled")]
 _NEEDS += [("out", "images"), ("include_labeled", "images"), ("next", "label_next")]
 
@@ -43,46 +42,31 @@ class Options:
     folders: Sequence[Path] = ()  # config directories
 
 
-def read_options(overrides: Sequence[str]) -> Options:
+def classify_options(overrides: Sequence[str]) -> Options:
     """Return the options of overrides; `InputError` if they are invalid, or if an output exists."""
-    given, settings = dict[str, Any](), dict[str, Any]()
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or (key not in _KEYS and not key.startswith(_PREFIX) and key != SEARCHPATH_KEY):
-            raise InputError(
-                f"{override} has no effect on fedssl-classify{did_you_mean(key, _KEYS)}; allowed are "
-                f"{'=, '.join(_KEYS)}= and dataset.KEY="
-            )
-        if key.startswith(_PREFIX):
-            settings[key.removeprefix(_PREFIX)] = parse(literal_values([override]))[0].value()
-        elif key != SEARCHPATH_KEY:
-            given[key] = _value(key, text)
-    source = [given.pop(key) for key in _SOURCES if key in given]
-    if len(source) != 1:
-        raise InputError("give either run=DIR, the folder of a finished run, or encoder=FILE, its encoder.pt")
+    texts, settings = read_options("fedssl-classify", overrides, keys=_KEYS)
+    source = source_of(texts)
+    given = {key: _value(key, text) for key, text in texts.items() if key not in ("run", "encoder")}
     _check_use(given)
     if "labeled" in given and "images" in given:
         given.setdefault("out", Path("predictions.csv"))
     if given.get("label_next"):
         given.setdefault("next", Path("label_next.csv"))
-    _check_outputs({key: given[key] for key in _OUTPUTS if key in given})
-    return Options(source=source[0], settings=settings, folders=search_folders(overrides), **given)
+    outputs = {key: given[key] for key in _OUTPUTS if key in given}
+    for key, file in outputs.items():
+        check_output(key, file, _OUTPUTS[key])
+        check_new(key, file)
+    if len(set(outputs.values())) < len(outputs):
+        raise InputError(f"two of {'=, '.join(outputs)}= name the same file; choose different ones")
+    return Options(source=source, settings=settings, folders=search_folders(overrides), **given)
 
 
 def _value(key: str, text: str) -> Any:
     if key in _NUMBERS:
-        if not (text.isascii() and text.isdigit() and len(text) < 10):
-            raise InputError(f"{key}={text} is not a whole number from 0; correct it")
-        return int(text)
+        return int(number_of(key, text, 0, _MAX_NUMBER))
     if key in _FLAGS:
-        if text.lower() not in ("true", "false"):
-            raise InputError(f"{key}={text} is not valid; choose {key}=true or {key}=false")
-        return text.lower() == "true"
-    if key in _WORDS:
-        return text
-    if not text:
-        raise InputError(f"{key}= names no path; write {key}=PATH")
-    return path_of(text)
+        return flag_of(key, text)
+    return text if key in _WORDS else path_of(text)
 
 
 def _check_use(given: Mapping[str, Any]) -> None:
@@ -94,15 +78,3 @@ def _check_use(given: Mapping[str, Any]) -> None:
     for key, other in _NEEDS:
         if key in given and not given.get(other):
             raise InputError(f"{key}={given[key]} needs {other}; add {other}=..., or remove {key}")
-
-
-def _check_outputs(outputs: Mapping[str, Path]) -> None:
-    for key, file in outputs.items():
-        if file.suffix.lower() != _OUTPUTS[key]:
-            raise InputError(f"{key}={file} must be the name of a file that ends in {_OUTPUTS[key]}; change it")
-        if file.exists():
-            raise InputError(f"{key}={file} exists already; remove it, or choose another file with {key}=")
-        if not file.absolute().parent.is_dir():
-            raise InputError(f"{key}={file} is in a folder that does not exist; create {file.parent} first")
-    if len(set(outputs.values())) < len(outputs):
-        raise InputError(f"two of {'=, '.join(outputs)}= name the same file; choose different ones")

@@ -1,13 +1,20 @@
-"""Commands with settings such as ``run=DIR``, and the file of the encoder that these name."""
+"""Commands with options such as ``run=DIR``: their options, output files and encoder."""
 
+import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fedssl.command_line import run_command
-from fedssl.config.targets import expand_config_dir_flag
+from fedssl.config.literal import literal_values, path_of
+from fedssl.config.overrides import did_you_mean, parse
+from fedssl.config.targets import SEARCHPATH_KEY, expand_config_dir_flag
 from fedssl.errors import InputError
 from fedssl.safe_io import sanitize
+
+DATA_SET = "dataset."
+_ONE_SOURCE = "give either run=DIR, the folder of a finished run, or encoder=FILE, its encoder.pt"
 
 
 def run_with_overrides(name: str, usage: str, run: Callable[[Sequence[str]], str]) -> int:
@@ -18,10 +25,83 @@ def run_with_overrides(name: str, usage: str, run: Callable[[Sequence[str]], str
     return run_command(name, lambda: print(sanitize(run(expand_config_dir_flag(sys.argv[1:])), lines=True)))
 
 
+def read_options(
+    command: str, overrides: Sequence[str], *, keys: Collection[str]
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the texts of options by key, and the settings of dataset=folder by key without prefix.
+
+    Raise an `InputError` for other overrides and for options without a value.
+    """
+    options, settings = dict[str, str](), list[str]()
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if key.startswith(DATA_SET):
+            settings.append(override)
+        elif key in keys and text:
+            options[key] = text
+        elif key in keys and equals:
+            raise InputError(f"{override} has no value; write {key}=... or leave it out")
+        elif key != SEARCHPATH_KEY:
+            raise InputError(
+                f"{override} has no effect on {command}{did_you_mean(key, keys)}; allowed are {', '.join(keys)} and "
+                "settings of dataset=folder"
+            )
+    parsed = parse(literal_values(settings))
+    return options, {override.key_or_group.removeprefix(DATA_SET): override.value() for override in parsed}
+
+
+def source_of(options: Mapping[str, str]) -> Path:
+    """Return the path of ``run=DIR`` or ``encoder=FILE``; `InputError` for none or both."""
+    if ("run" in options) == ("encoder" in options):
+        raise InputError(_ONE_SOURCE)
+    return path_of(options["run" if "run" in options else "encoder"])
+
+
+def number_of(key: str, text: str, low: float, high: float, *, whole: bool = True, further: str = "") -> float:
+    """Return a number in [low, high]; `InputError` for anything else, with ``further`` choices."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not low <= value <= high or (whole and value != int(value)):
+        raise InputError(f"{key}={text} must be a {'whole ' * whole}number from {low:g} to {high:,g}{further}")
+    return value
+
+
+def flag_of(key: str, text: str) -> bool:
+    """Return a truth value; `InputError` for anything else."""
+    if text.lower() not in ("true", "false"):
+        raise InputError(f"{key}={text} is not valid; choose {key}=true or {key}=false")
+    return text.lower() == "true"
+
+
+def bands_of(text: str, channels: int) -> tuple[int, ...]:
+    """Return the channels, from 0, of red, green and blue, or of gray, of text such as ``3,2,1``, which is from 1."""
+    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.strip("[]").split(",")]
+    if len(numbers) not in (1, 3) or not all(1 <= number <= channels for number in numbers):
+        example = ",".join(str(min(number, channels)) for number in (1, 2, 3))
+        raise InputError(f"bands={text} must be one or three channels from 1 to {channels}, such as bands={example}")
+    return tuple(number - 1 for number in numbers)
+
+
+def check_output(key: str, file: Path, *endings: str) -> None:
+    """Raise an `InputError` unless a file has one of the endings and is in a folder that exists."""
+    if file.suffix.lower() not in endings:
+        raise InputError(f"{key}={file} does not end in {', '.join(endings)}; choose a name that does")
+    if not file.absolute().parent.is_dir():
+        raise InputError(f"{key}={file} is in a folder that does not exist; create {file.parent} first")
+
+
+def check_new(key: str, file: Path) -> None:
+    """Raise an `InputError` if a file exists."""
+    if file.exists() or file.is_symlink():
+        raise InputError(f"{file} exists already; remove it, or choose another file with {key}=")
+
+
 def encoder_file(source: Mapping[str, str]) -> Path:
     """Return the encoder file of ``run=DIR`` or ``encoder=FILE``; `InputError` if it does not exist."""
     if len(source) != 1:
-        raise InputError("give either run=DIR, the folder of a finished run, or encoder=FILE, its encoder.pt")
+        raise InputError(_ONE_SOURCE)
     file = Path(source["run"], "encoder.pt") if "run" in source else Path(source["encoder"])
     if not file.is_file():
         advice = "give the folder of a finished run"

@@ -12,17 +12,15 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from fedssl import __version__
-from fedssl.config.commands import run_with_overrides
-from fedssl.config.literal import literal_values, path_of
-from fedssl.config.overrides import did_you_mean, parse
-from fedssl.config.targets import SEARCHPATH_KEY, search_folders
-from fedssl.embedding.embedder import BACKENDS, Embedder, load_embedder
+from fedssl.config.commands import flag_of, read_options, run_with_overrides, source_of
+from fedssl.config.literal import path_of
+from fedssl.config.targets import search_folders
+from fedssl.embedding.embedder import Embedder, load_embedder
 from fedssl.embedding.embeddings import check_readable, list_for, log
 from fedssl.embedding.formats import FORMATS, Table, check_out
 from fedssl.embedding.image_list import ImageList
@@ -40,7 +38,6 @@ USAGE = (
     "       --config-dir FOLDER: folder with the settings of your own encoder"
 )
 _KEYS = ("run", "encoder", "images", "out", "backend", "device", "skip_unreadable")
-_DATA_SET = "dataset."
 
 
 def main() -> int:
@@ -52,42 +49,25 @@ def main() -> int:
 
 def run(overrides: Sequence[str]) -> str:
     """Write the file of features by the overrides, and return the text to print."""
-    options, settings = _parsed(overrides)
-    source, images, out = (path_of(options[key]) for key in ("run" if "run" in options else "encoder", "images", "out"))
+    options, settings = read_options("fedssl-embed", overrides, keys=_KEYS)
+    source = source_of(options)
+    for key in ("images", "out"):
+        if key not in options:
+            raise InputError(f"{key}= is missing; write fedssl-embed run=DIR images=PATH out=FILE")
+    images, out = path_of(options["images"]), path_of(options["out"])
     check_out(out, images)
-    folders = search_folders(overrides)
-    backend, device = options.get("backend", "torch"), options.get("device", "auto")
-    embedder = load_embedder(source, device=device, backend=backend, folders=folders)
+    skip = flag_of("skip_unreadable", options.get("skip_unreadable", "false"))
+    embedder = load_embedder(
+        source,
+        device=options.get("device", "auto"),
+        backend=options.get("backend", "torch"),
+        folders=search_folders(overrides),
+    )
     found = list_for(embedder, images, settings)
-    start, skip = time.monotonic(), options.get("skip_unreadable") == "true"
+    start = time.monotonic()
     count, computed = write_features(embedder, found, out, skip_unreadable=skip)
     speed = f", {computed / max(time.monotonic() - start, 1e-9):,.0f} images/s" if computed else ""
     return f"written to {out}: {count:,} images, {embedder.dimension} dimensions{speed}"
-
-
-def _parsed(overrides: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the options, and the settings of dataset=folder."""
-    options, others = dict[str, str](), list[str]()
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key in _KEYS:
-            options[key] = value
-        elif key != SEARCHPATH_KEY:
-            others.append(override)
-            if not key.startswith(_DATA_SET):
-                raise InputError(
-                    f"{override} has no effect on fedssl-embed{did_you_mean(key, _KEYS)}; allowed are "
-                    f"{', '.join(_KEYS)} and settings of dataset=folder"
-                )
-    missing = [key for key in ("images", "out") if not options.get(key)]
-    if missing or ("run" in options) == ("encoder" in options):
-        what = f"{missing[0]}= is missing" if missing else "give either run=DIR or encoder=FILE"
-        raise InputError(f"{what}; write fedssl-embed run=DIR images=PATH out=FILE")
-    for key, allowed in (("skip_unreadable", ("true", "false")), ("backend", tuple(BACKENDS))):
-        if options.get(key, allowed[0]) not in allowed:
-            raise InputError(f"{key}={options[key]} is not valid; choose one of {', '.join(allowed)}")
-    parsed = parse(literal_values(others))
-    return options, {override.key_or_group.removeprefix(_DATA_SET): override.value() for override in parsed}
 
 
 def write_features(embedder: Embedder, images: ImageList, out: Path, *, skip_unreadable: bool) -> tuple[int, int]:
@@ -108,7 +88,7 @@ def write_features(embedder: Embedder, images: ImageList, out: Path, *, skip_unr
             raise KeyboardInterrupt(f" after {partial.done:,} of {len(images):,}; the same command continues") from stop
         check_readable(images, partial.unreadable, skip=skip_unreadable)
         partial.save()
-        _, write = FORMATS[out.suffix]
+        _, write = FORMATS[out.suffix.lower()]
         write(Table(images, partial, about), out)
         count, computed = partial.count, partial.done - before
     remove_partial(out)

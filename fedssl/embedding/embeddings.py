@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,6 @@ def embed_path(
     *,
     settings: Mapping[str, Any] | None = None,
     skip_unreadable: bool = False,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Embeddings:
     """Compute the features of all images of a path; `InputError` if there are none.
 
@@ -70,8 +69,6 @@ def embed_path(
         Settings of ``dataset=folder``, see `fedssl.embedding.image_list.SETTINGS`.
     skip_unreadable : bool
         Whether images that cannot be read are left out; otherwise they are an error.
-    progress : callable, optional
-        Called after each block with the number of images that are done, and of all.
     """
     images = list_for(embedder, path, settings or {})
     features, rows, unreadable = [], [], dict[int, str]()
@@ -79,8 +76,6 @@ def embed_path(
         features.append(embedder(block.images))
         rows.append(block.rows)
         unreadable |= block.unreadable
-        if progress is not None:
-            progress(block.end, len(images))
     check_readable(images, unreadable, skip=skip_unreadable)
     readable = np.concatenate(rows)
     return Embeddings(

@@ -17,6 +17,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from fedssl.atomic_files import atomic_write
+from fedssl.config.commands import check_new, check_output
 from fedssl.datasets.holdout import NO_LABEL
 from fedssl.embedding.image_list import ImageList
 from fedssl.embedding.partial import Partial
@@ -128,7 +129,7 @@ def _write_lance(table: Table, out: Path) -> None:
     with _beside(out) as folder:
         reader = pa.RecordBatchReader.from_batches(table.schema, table.batches())
         import_module("lancedb").connect(str(folder)).create_table(out.stem, data=reader)
-        (folder / out.name).rename(out)
+        (folder / f"{out.stem}.lance").rename(out)
 
 
 @contextmanager
@@ -148,16 +149,12 @@ FORMATS: Mapping[str, tuple[str, Callable[[Table, Path], None]]] = {
 
 def check_out(out: Path, images: Path) -> None:
     """Raise an `InputError` if no file of features can be written to ``out``."""
-    if out.suffix not in FORMATS:
-        raise InputError(f"out={out} has no known ending; choose a name that ends in {', '.join(FORMATS)}")
-    package, _ = FORMATS[out.suffix]
+    check_output("out", out, *FORMATS)
+    package, _ = FORMATS[out.suffix.lower()]
     if package and find_spec(package) is None:
         raise InputError(f"out={out} needs {package}; pip install 'fedssl[{package}]', or choose a name in .parquet")
-    if not out.parent.is_dir():
-        raise InputError(f"out={out} is in a folder that does not exist; create {out.parent} first")
-    names = [out.with_suffix(".csv")] if out.suffix in (".npy", ".faiss") else []
+    names = [out.with_suffix(".csv")] if out.suffix.lower() in (".npy", ".faiss") else []
     for file in (out, *names):
-        if file.exists() or file.is_symlink():
-            raise InputError(f"{file} exists already; remove it, or choose another file with out=")
+        check_new("out", file)
     if images.is_dir() and images.resolve() in out.resolve().parents:
         raise InputError(f"out={out} is inside of images={images}, and would be read as images; choose another folder")

@@ -8,9 +8,8 @@ Without ``images`` the page has the images of the run's clients, in the encoder'
 """
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,24 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fedssl.atomic_files import write_text
-from fedssl.config.commands import run_with_overrides
-from fedssl.config.literal import literal_values, path_of
-from fedssl.config.overrides import did_you_mean, parse
+from fedssl.config.commands import (
+    DATA_SET,
+    bands_of,
+    check_output,
+    number_of,
+    read_options,
+    run_with_overrides,
+    source_of,
+)
+from fedssl.config.literal import path_of
 from fedssl.config.targets import SEARCHPATH_KEY, search_folders
-from fedssl.embedding.embedder import BACKENDS, Embedder, load_embedder
+from fedssl.embedding.embedder import Embedder, load_embedder
 from fedssl.embedding.embeddings import list_for
 from fedssl.errors import InputError
 from fedssl.explore.clusters import MAX_CLUSTERS
 from fedssl.explore.images import Images, PathImages, collect
 from fedssl.explore.page import Gallery, make_page
 from fedssl.explore.projection import check_method
-from fedssl.explore.thumbnails import band_numbers
 from fedssl.safe_io import sanitize
 
 USAGE = (
@@ -54,7 +59,6 @@ _DEFAULTS = {
     "bands": "",
     "limit": "10000",
 }
-_DATA_SET = "dataset."
 MAX_LIMIT = 50_000  # images of a page, which a browser displays
 
 log = logging.getLogger("fedssl")
@@ -65,17 +69,13 @@ class Options:
     """The options of the command, validated."""
 
     texts: Mapping[str, str]
+    source: Path  # folder of a run, or file of an encoder
     out: Path
     clusters: int | None
     threshold: float
     limit: int
     columns: Sequence[str]
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of dataset=folder
-
-    @property
-    def source(self) -> Path:
-        """The run folder, or the file of the encoder."""
-        return path_of(self.texts["run"] or self.texts["encoder"])
+    settings: Mapping[str, Any]  # of dataset=folder
 
 
 def main() -> int:
@@ -85,10 +85,11 @@ def main() -> int:
 
 def run(overrides: Sequence[str]) -> str:
     """Write the page by the overrides, and return the text to print."""
-    options = read_options(overrides)
+    options = explore_options(overrides)
     texts, folders = options.texts, search_folders(overrides)
     embedder = load_embedder(options.source, device=texts["device"], backend=texts["backend"], folders=folders)
-    bands = band_numbers(texts["bands"] or None, embedder.channels)
+    first = "1,2,3" if embedder.channels >= 3 else "1"
+    bands = bands_of(texts["bands"] or first, embedder.channels)
     images, warnings = _images(options, embedder, overrides)
     known = None
     if texts["embeddings"]:
@@ -158,65 +159,28 @@ def _notes(embedder: Embedder, bands: Sequence[int]) -> list[str]:
     ]
 
 
-def read_options(overrides: Sequence[str]) -> Options:
+def explore_options(overrides: Sequence[str]) -> Options:
     """Read and validate the options; raises `InputError`."""
-    texts, others = dict(_DEFAULTS), list[str]()
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key in texts:
-            if not value:
-                raise InputError(f"{override} has no value; write {key}=... or leave it out")
-            texts[key] = value
-        elif key.startswith(_DATA_SET):
-            others.append(override)
-        elif key != SEARCHPATH_KEY:
-            raise InputError(
-                f"{override} has no effect on fedssl-explore{did_you_mean(key, _DEFAULTS)}; allowed are "
-                f"{', '.join(_DEFAULTS)} and settings of dataset=folder"
-            )
-    _check_sources(texts, others)
+    given, settings = read_options("fedssl-explore", overrides, keys=_DEFAULTS)
+    for key in ("encoder", "embeddings"):
+        if key in given and "images" not in given:
+            raise InputError(f"{key}= needs the images; add images=PATH")
+    if settings and "images" not in given:
+        unused = next(word for word in overrides if word.startswith(DATA_SET))
+        raise InputError(f"{unused} has no effect on the images of the run's clients; add images=PATH, or remove it")
+    texts = _DEFAULTS | given
     check_method(texts["projection"])
-    settings = {each.key_or_group.removeprefix(_DATA_SET): each.value() for each in parse(literal_values(others))}
-    out = path_of(texts["out"])
-    _check_out(out)
-    clusters = None if texts["clusters"] == "auto" else int(_number(texts, "clusters", 1, MAX_CLUSTERS, whole=True))
+    out, clusters = path_of(texts["out"]), texts["clusters"]
+    check_output("out", out, ".html", ".htm")
     return Options(
         texts=texts,
+        source=source_of(given),
         out=out,
-        clusters=clusters,
-        threshold=_number(texts, "threshold", 0, 1),
-        limit=int(_number(texts, "limit", 1, MAX_LIMIT, whole=True)),
+        clusters=None
+        if clusters == "auto"
+        else int(number_of("clusters", clusters, 1, MAX_CLUSTERS, further=", or auto")),
+        threshold=number_of("threshold", texts["threshold"], 0, 1, whole=False),
+        limit=int(number_of("limit", texts["limit"], 1, MAX_LIMIT)),
         columns=[name.strip() for name in texts["columns"].strip("[]").split(",") if name.strip()],
         settings=settings,
     )
-
-
-def _check_sources(texts: Mapping[str, str], others: Sequence[str]) -> None:
-    if bool(texts["run"]) == bool(texts["encoder"]):
-        raise InputError("give either run=DIR or encoder=FILE; write fedssl-explore run=DIR images=PATH")
-    if texts["backend"] not in BACKENDS:
-        raise InputError(f"backend={texts['backend']} does not exist; choose one of {', '.join(BACKENDS)}")
-    for key in ("encoder", "embeddings"):
-        if texts[key] and not texts["images"]:
-            raise InputError(f"{key}= needs the images; add images=PATH")
-    if others and not texts["images"]:
-        raise InputError(f"{others[0]} has no effect on the images of the run's clients; add images=PATH, or remove it")
-
-
-def _check_out(out: Path) -> None:
-    if out.suffix not in (".html", ".htm"):
-        raise InputError(f"out={out} is no HTML file; choose a name that ends in .html")
-    if not out.absolute().parent.is_dir():
-        raise InputError(f"out={out} is in a folder that does not exist; create {out.parent} first")
-
-
-def _number(texts: Mapping[str, str], key: str, low: float, high: float, *, whole: bool = False) -> float:
-    try:
-        value = float(texts[key])
-    except ValueError:
-        value = math.nan
-    if not low <= value <= high or (whole and value != int(value)):
-        kind = "a whole number" if whole else "a number"
-        auto = ", or auto" if _DEFAULTS[key] == "auto" else ""
-        raise InputError(f"{key}={texts[key]} must be {kind} from {low:g} to {high:,g}{auto}")
-    return value

@@ -16,10 +16,10 @@ from fedssl.explore.images import PathImages
 
 def read_features(file: Path, images: PathImages, embedder: Embedder) -> dict[str, np.ndarray]:
     """Return features by the names of the images; `InputError` if they are of other images or another encoder."""
-    if not file.is_file() or file.suffix not in (".parquet", ".npy"):
+    if not file.is_file() or file.suffix.lower() not in (".parquet", ".npy"):
         raise InputError(f"embeddings={file} must be a .parquet or .npy file; make it with fedssl-embed")
     try:
-        names, features, about = (_read_parquet if file.suffix == ".parquet" else _read_npy)(file)
+        names, features, about = (_read_parquet if file.suffix.lower() == ".parquet" else _read_npy)(file)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(

@@ -9,7 +9,6 @@ import numpy as np
 from PIL import Image
 
 from fedssl.datasets.raster import convert
-from fedssl.errors import InputError
 
 SIZES = (96, 80, 64, 48, 32, 16)  # heights and widths; multiples of WebP's blocks, so that neighbors do not mix
 MAX_PIXELS = 24_000_000  # of all thumbnails of a page: about 4 MB for photos and at most 30 MB
@@ -20,23 +19,6 @@ _QUALITY = 75
 def thumbnail_size(count: int) -> int:
     """Return the height and width of ``count`` thumbnails, with `MAX_PIXELS` for all; at least 16."""
     return next((size for size in SIZES if count * size**2 <= MAX_PIXELS), SIZES[-1])
-
-
-def band_numbers(bands: str | None, channels: int) -> tuple[int, ...]:
-    """Return the channels of red, green and blue, or of gray, from text such as ``3,2,1`` (from 1); None: the first.
-
-    Raises `InputError`.
-    """
-    if bands is None:
-        return (0, 1, 2) if channels >= 3 else (0,)
-    numbers = [int(part) for part in bands.strip("[]").split(",") if part.strip().isdecimal()]
-    if (
-        len(numbers) != len(bands.split(","))
-        or len(numbers) not in (1, 3)
-        or not set(numbers) <= {*range(1, channels + 1)}
-    ):
-        raise InputError(f"bands={bands} must be one or three channels from 1 to {channels}, such as bands=1,2,3")
-    return tuple(number - 1 for number in numbers)
 
 
 @dataclass

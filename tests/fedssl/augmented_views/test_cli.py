@@ -40,8 +40,7 @@ def test_pictures_by_hand():
     display = Display.of(many, (3, 2, 1))
     assert (display.low, display.high) == (pytest.approx(0.01), pytest.approx(0.99))
     assert display.text == (
-        "red, green and blue are channels 3, 2, 1 (counted from 0); "
-        "values of 0.01 to 0.99 (of 0 to 1) are shown from black to white"
+        "red, green and blue are channels 4, 3, 2; values of 0.01 to 0.99 (of 0 to 1) are shown from black to white"
     )
     assert pixels(display.png(many[0]))[0, [0, 50, 100], 0].tolist() == [0, 128, 255]  # (0.5 - 0.01) / 0.98 x 255
     assert Display.of(many[:, :2], None).bands == (0, 1, 1)
@@ -99,10 +98,10 @@ def test_images_of_many_bands_and_hostile_names(tmp_path: Path):
         np.save(folder / f"{number}.npy", values.astype(np.uint16))
     out = tmp_path / "a.html"
     words = ["dataset=folder", f"dataset.path={tmp_path / 'photos'}", "dataset.channels=13", "dataset.size=8"]
-    run([f"out={out}", *words, "augmentation=satellite", "bands=[3,2,1]"])
+    run([f"out={out}", *words, "augmentation=satellite", "bands=4,3,2"])
     page = out.read_text()
     assert "13 channel(s), uint16" in page
-    assert "red, green and blue are channels 3, 2, 1" in page
+    assert "red, green and blue are channels 4, 3, 2" in page
     assert "are shown from black to white" in page
     assert "so that they have hardly any contrast; set dataset.window=" in page
     assert {picture.shape for picture in pictures(page)} == {(8, 8, 3)}
@@ -117,12 +116,11 @@ def test_images_of_many_bands_and_hostile_names(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["out=views.txt"], "out=views.txt must be a file that ends in .html"),
-        (["out=none/views.html"], "in a folder that exists"),
-        (["images=0"], "images=0 must be a number from 1 to 2000"),
+        (["out=views.txt"], "out=views.txt does not end in .html"),
+        (["out=none/views.html"], "in a folder that does not exist; create none"),
+        (["images=0"], "images=0 must be a whole number from 1 to 2,000"),
         (["images=900", "draws=9"], "lower images or draws"),
-        (["bands=[0,1,2]"], r"bands=\[0,1,2\] must be three channels from 0 to 0"),
-        (["bands=x"], "must be three channels"),
+        (["bands=0,1,2"], "bands=0,1,2 must be one or three channels from 1 to 1, such as bands=1,1,1"),
         (["experiment=mae", "augmentation=digits"], "MAE trains on .*; set augmentation="),
         (["dataset=folder", "dataset.path=none"], "none"),
         (["strategy=fedavg,eua"], "sweeps over values"),

@@ -38,10 +38,8 @@ NAMES = [f"{kind}/{number}.png" for kind in ("cat", "dog") for number in range(2
 
 def test_features_equal_those_of_the_encoder(run: Path, tmp_path: Path) -> None:
     images = write_images(tmp_path / "photos", NAMES)
-    done = list[tuple[int, int]]()
     embedder = load_embedder(run, device="cpu")
-    found = embed_path(embedder, tmp_path / "photos", progress=lambda *counts: done.append(counts))
-    assert done == [(40, 40)]
+    found = embed_path(embedder, tmp_path / "photos")
     encoder = load_encoder(run / "encoder.pt")
     with torch.no_grad():
         h = encoder(encoder.preprocess([Image.fromarray(images[name]) for name in found.names]))

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedssl.errors import InputError
-from fedssl.explore.thumbnails import MAX_PIXELS, SHEET, SIZES, Sheets, band_numbers, thumbnail_size
+from fedssl.explore.thumbnails import MAX_PIXELS, SHEET, SIZES, Sheets, thumbnail_size
 
 
 @cache
@@ -68,20 +67,6 @@ def test_stored_values_become_levels(dtype: str, white: float):
     red, black = (thumbnail(sheets, row).mean(axis=(0, 1)) for row in range(2))
     assert red[0] > 230
     assert max(*red[1:], *black) < 25
-
-
-def test_bands_are_the_first_or_those_named():
-    assert band_numbers(None, 1) == (0,)
-    assert band_numbers(None, 2) == (0,)
-    assert band_numbers(None, 13) == (0, 1, 2)
-    assert band_numbers("4,3,2", 13) == (3, 2, 1)
-    assert band_numbers("[8]", 13) == (7,)
-
-
-@pytest.mark.parametrize("bands", ["0,1,2", "1,2,14", "1,2", "x,1,2", "", "1,2,", "-1,2,3"])
-def test_bands_that_do_not_exist_are_refused(bands: str):
-    with pytest.raises(InputError, match="must be one or three channels from 1 to 13, such as bands=1,2,3"):
-        band_numbers(bands, 13)
 
 
 def test_photos_and_noise_have_a_bounded_size():

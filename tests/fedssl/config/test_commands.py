@@ -1,0 +1,63 @@
+"""Options of the commands that compute from an encoder."""
+
+import pytest
+
+from fedssl.config.commands import bands_of, check_output, flag_of, number_of, read_options, source_of
+from fedssl.errors import InputError
+
+
+def test_options_and_settings_of_the_data_set_are_separated():
+    words = ["run=a b", "dataset.label=x, y", "hydra.searchpath=[file:///conf]", "dataset.size=8"]
+    assert read_options("fedssl-embed", words, keys=("run",)) == ({"run": "a b"}, {"label": "x, y", "size": 8})
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("rnu=x", "rnu=x has no effect on fedssl-embed; did you mean run; allowed are run and settings"),
+        ("run=", "run= has no value; write run=... or leave it out"),
+        ("run", "run has no effect on fedssl-embed"),
+    ],
+)
+def test_other_options_are_refused(word: str, message: str):
+    with pytest.raises(InputError, match=message):
+        read_options("fedssl-embed", [word], keys=("run",))
+
+
+@pytest.mark.parametrize("options", [{}, {"run": "a", "encoder": "b"}])
+def test_none_or_two_encoders_are_refused(options: dict[str, str]):
+    with pytest.raises(InputError, match="give either run=DIR"):
+        source_of(options)
+
+
+@pytest.mark.parametrize("text", ["", "x", "nan", "inf", "1.5", "0", "2001"])
+def test_other_numbers_are_refused(text: str):
+    with pytest.raises(InputError, match="must be a whole number from 1 to 2,000, or auto"):
+        number_of("limit", text, 1, 2000, further=", or auto")
+    assert number_of("limit", "2000", 1, 2000) == 2000
+    assert number_of("share", "0.5", 0, 1, whole=False) == 0.5
+
+
+def test_flags_have_two_values():
+    assert [flag_of("skip", text) for text in ("true", "True", "false")] == [True, True, False]
+    with pytest.raises(InputError, match="skip=1 is not valid; choose skip=true or skip=false"):
+        flag_of("skip", "1")
+
+
+def test_endings_of_files_are_those_of_any_case(tmp_path):
+    check_output("out", tmp_path / "page.HTML", ".html", ".htm")
+    with pytest.raises(InputError, match="does not end in .html, .htm"):
+        check_output("out", tmp_path / "page.pdf", ".html", ".htm")
+    with pytest.raises(InputError, match="create .*none first"):
+        check_output("out", tmp_path / "none" / "page.html", ".html")
+
+
+def test_bands_are_counted_from_one():
+    assert bands_of("4,3,2", 13) == (3, 2, 1)
+    assert bands_of("[8]", 13) == (7,)
+
+
+@pytest.mark.parametrize("bands", ["0,1,2", "1,2,14", "1,2", "x,1,2", "", "1,2,", "-1,2,3"])
+def test_bands_that_do_not_exist_are_refused(bands: str):
+    with pytest.raises(InputError, match="must be one or three channels from 1 to 13, such as bands=1,2,3"):
+        bands_of(bands, 13)
