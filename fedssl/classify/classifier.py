@@ -54,7 +54,9 @@ def fit_path(
     scale = np.sqrt(np.square(x).sum(axis=1).mean()) or 1.0
     model = LogisticRegression(max_iter=_MAX_ITERATIONS, warm_start=True)
     for l2 in penalties:
-        model.set_params(C=1 / (l2 * len(labels))).fit((x / scale).astype(np.float32), labels)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that many classes may be numbers
+            model.set_params(C=1 / (l2 * len(labels))).fit((x / scale).astype(np.float32), labels)
         weight, bias = np.zeros((x.shape[1], len(classes))), np.full(len(classes), -np.inf)
         columns = model.classes_[-len(model.coef_) :]  # of two classes, scikit-learn has the weights of the second
         bias[model.classes_] = 0
