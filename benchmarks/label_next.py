@@ -8,7 +8,7 @@ equal numbers per class are labeled, and as many are chosen in addition: random,
 %, mean of three draws, which are the same for all encoders, with the standard deviation over encoders.
 """
 
-import sys
+import argparse
 from collections import defaultdict
 from statistics import mean
 
@@ -45,8 +45,11 @@ def choose(x: np.ndarray, known: np.ndarray, count: int, kind: str, model: Class
 
 
 def main() -> None:
-    encoders = [word for word in sys.argv[1:] if "=" not in word]
-    data = compose([word for word in sys.argv[1:] if "=" in word]).data
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="+", help="encoders, and overrides of the data set")
+    words = parser.parse_args().words
+    encoders = [word for word in words if "=" not in word]
+    data = compose([word for word in words if "=" in word]).data
     train, test = load_split(data, "train"), load_split(data, "test")
     assert train is not None
     assert test is not None

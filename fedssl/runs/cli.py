@@ -31,7 +31,6 @@ from fedssl.runs.catalog import (
     readable_runs,
 )
 from fedssl.runs.groups import IGNORED, compared_settings, varying
-from fedssl.runs.reliability import reliability
 from fedssl.runs.run import LABEL_FREE, RUN_MARKERS, Run
 from fedssl.runs.verify import verify_run
 from fedssl.safe_io import sanitize
@@ -63,6 +62,8 @@ def list_runs(options: argparse.Namespace) -> str:
 
 def best_runs(options: argparse.Namespace) -> str:
     """Return the table of finished runs by a result."""
+    from fedssl.runs.reliability import reliability  # imports SciPy, which is slow
+
     metric, overrides = options.metric, options.overrides
     if options.by is not None:  # the first argument is no metric
         metric, overrides = options.by, [*filter(None, [options.metric]), *overrides]

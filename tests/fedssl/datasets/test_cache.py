@@ -85,13 +85,13 @@ def same(one: ImageData, other: ImageData) -> bool:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Record of the decoded sources, in any order."""
     seen: list[object] = []
-    original = Decoding.__call__
+    original = Decoding.each
 
-    def decode(decoding: Decoding, source: bytes | Path) -> np.ndarray:
+    def noted(source: object) -> object:
         seen.append(source)
-        return original(decoding, source)
+        return source
 
-    monkeypatch.setattr(Decoding, "__call__", decode)
+    monkeypatch.setattr(Decoding, "each", lambda decoding, sources: original(decoding, map(noted, sources)))
     return seen
 
 
@@ -192,13 +192,13 @@ from fedssl.datasets import cache, folder, image_index, storage
 from fedssl.datasets.decoding import Decoding
 cache.MIN_SECONDS_TO_CACHE, image_index.BATCH = 0, 2
 storage.DECODE_LOG_INTERVAL, storage.THREADS = 0.01, 2
-original = Decoding.__call__
-def slow(decoding, source):
+original = Decoding.each
+def slow(source):
     time.sleep({pause})
     with open("{log}", "a") as log:
         log.write(f"{{source}}\\n")
-    return original(decoding, source)
-Decoding.__call__ = slow
+    return source
+Decoding.each = lambda decoding, sources: original(decoding, map(slow, sources))
 form = dict(channels=3, size=8, limit=None, test_fraction=0)
 import hashlib
 for location in sys.argv[1:]:
@@ -268,14 +268,14 @@ def test_a_waiting_process_resumes_the_decoding_of_a_dead_one(images, tmp_path, 
 
 def stop_after(number: int, monkeypatch: pytest.MonkeyPatch, seen: list[object]) -> None:
     """Raise KeyboardInterrupt in a decoding thread after ``number`` further images."""
-    original, end = Decoding.__call__, len(seen) + number
+    original, end = Decoding.each, len(seen) + number
 
-    def decode(decoding: Decoding, source: Path) -> np.ndarray:
+    def checked(source: object) -> object:
         if len(seen) >= end:
             raise KeyboardInterrupt
-        return original(decoding, source)
+        return source
 
-    monkeypatch.setattr(Decoding, "__call__", decode)
+    monkeypatch.setattr(Decoding, "each", lambda decoding, sources: original(decoding, map(checked, sources)))
 
 
 @pytest.mark.parametrize("note", ["whole", "damaged"])

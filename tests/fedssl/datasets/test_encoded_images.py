@@ -144,14 +144,14 @@ def test_images_are_copied_only_from_compressed_files(tmp_path, kind):
 def reads(monkeypatch) -> list[object]:
     """Sources that are decoded while pixels or an index are made, and not for the batches of encoded images."""
     seen: list[object] = []
-    original = Decoding.__call__
+    original = Decoding.each
 
-    def decode(decoding, source):
+    def noted(source):
         if not threading.current_thread().name.startswith("decode"):
             seen.append(source)
-        return original(decoding, source)
+        return source
 
-    monkeypatch.setattr(Decoding, "__call__", decode)
+    monkeypatch.setattr(Decoding, "each", lambda decoding, sources: original(decoding, map(noted, sources)))
     return seen
 
 
@@ -196,18 +196,18 @@ def test_a_source_cut_during_a_run_is_one_sentence(tmp_path, kind):
 def test_an_interrupted_index_is_continued(tmp_path, monkeypatch, reads, kind):
     write(tmp_path / "data", kind)
     expected = load(tmp_path / "data", kind, None, storage="decoded", test_fraction=0)
-    original = Decoding.__call__
+    original = Decoding.each
     reads.clear()
 
-    def interrupt(decoding, source):
+    def checked(source):
         if len(reads) >= 30:
             raise KeyboardInterrupt
-        return original(decoding, source)
+        return source
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "THREADS", 1)
         patch.setattr(image_index, "BATCH", 7)
-        patch.setattr(Decoding, "__call__", interrupt)
+        patch.setattr(Decoding, "each", lambda decoding, sources: original(decoding, map(checked, sources)))
         with pytest.raises(KeyboardInterrupt):
             load(tmp_path / "data", kind, tmp_path / "cache", storage="encoded", test_fraction=0)
     noted = json.loads((only(tmp_path / "cache") / "note.json").read_text())["done"]
