@@ -46,6 +46,11 @@ def corrupt_file_error(file: Path, problem: str) -> InputError:
     return InputError(f"{file} cannot be used ({problem}); restore it from a copy, or exclude this folder")
 
 
+def valid_text(name: str) -> str:
+    """Return the name of a file, which may have any bytes, as text that UTF-8 can encode."""
+    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
+
+
 def sanitize(text: object, *, lines: bool = False) -> str:
     """Replace control characters, which a terminal would execute, by spaces; ``lines`` keeps line breaks."""
     return "".join(char if char.isprintable() or (lines and char == "\n") else " " for char in str(text))

@@ -362,6 +362,9 @@ MODULES = {
     "fedssl/__init__.py": "",  # its version
     "fedssl/base_layers.py": "",
     "fedssl/datasets/": "",
+    "fedssl/embedding/onnx_backend.py": "",  # numbers of the metadata of a graph
+    "fedssl/embedding/partial.py": "",  # its own note
+    "fedssl/explore/embeddings_file.py": "",
     "fedssl/fleet/": "test_text_files",
     "fedssl/export/peft_adapter.py": "test_metadata_of_safetensors_files",
     "fedssl/export/huggingface.py": "",
@@ -377,12 +380,14 @@ MODULES = {
     "fedssl/runs/snapshots.py": "test_pickles",
     "fedssl/safe_io.py": "test_pickles",
     "fedssl/tensor_file.py": "test_pickles",
+    "fedssl/watch/tail.py": "",  # numbers and texts of a page
     "fedssl/wire/device.py": "",
     "fedssl/wire/wire_format.py": "",
     "server_app/checkpoint.py": "test_pickles",
     "server_app/client_models.py": "test_pickles",
     "server_app/fleet_file.py": "",
     "server_app/serialization.py": "",
+    "strategies/flower/task.py": "",  # fields of a dataclass, of the server that sends the model
 }
 
 

@@ -23,7 +23,7 @@ Fold = tuple[np.ndarray, np.ndarray]  # rows for training and rows to predict
 
 @dataclass(frozen=True, eq=False)
 class Classifier:
-    """A linear classifier, whose probabilities are softmax((h - center) weight + bias) / temperature)."""
+    """A linear classifier, whose probabilities are softmax(((h - center) weight + bias) / temperature)."""
 
     classes: tuple[str, ...]
     center: np.ndarray  # float64, ``(dim,)``

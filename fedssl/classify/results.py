@@ -94,7 +94,7 @@ def distances(labeled: LabeledImages, images: np.ndarray) -> tuple[np.ndarray, f
     """Return one minus the cosine of features ``(n, dim)`` with the nearest labeled image, and the limit of usual ones.
 
     The limit is the 99% quantile of the distances of the labeled images to their nearest one of another group, or the
-    largest for fewer than 100 images; with one group it is 2. About about 1% of images of the same kind are
+    largest for fewer than 100 images; with one group it is 2. About 1% of images of the same kind are
     farther away, or one in the number of labeled images.
     """
     known = labeled.features[labeled.rows]

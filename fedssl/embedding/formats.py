@@ -22,6 +22,7 @@ from fedssl.datasets.holdout import NO_LABEL
 from fedssl.embedding.image_list import ImageList
 from fedssl.embedding.partial import Partial
 from fedssl.errors import InputError
+from fedssl.safe_io import valid_text
 
 _CHUNK = 4096  # images
 EMBEDDING = "embedding"  # name of the column of features
@@ -58,8 +59,8 @@ class Table:
     def _columns(self, rows: np.ndarray) -> dict[str, Any]:
         places, labels, classes = self.images.places(rows), self.images.labels, self.images.classes
         columns: dict[str, Any] = {
-            "name": [_text(place.name) for place in places],
-            "file": [_text(str(place.file)) for place in places],
+            "name": [valid_text(place.name) for place in places],
+            "file": [valid_text(str(place.file)) for place in places],
             "part": [place.part or None for place in places],
             "group": self.images.groups(rows),
         }
@@ -69,11 +70,6 @@ class Table:
                 None if number == NO_LABEL else classes[number] if classes else number for number in numbers
             ]
         return columns
-
-
-def _text(name: str) -> str:
-    """Return a name as valid text: names of files may have any bytes."""
-    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 def _write_parquet(table: Table, out: Path) -> None:

@@ -45,6 +45,11 @@ class Score:
         return scores[0] if len(scores) == 1 else cls.over_draws([score.value for score in scores], scores[0].unit)
 
     @property
+    def shown(self) -> float:
+        """Displayed value, in percent for the units `IN_PERCENT`."""
+        return 100 * self.value if self.unit in IN_PERCENT else self.value
+
+    @property
     def number(self) -> str:
         """Display text without the unit."""
         numbers = [self.value] if self.std is None else [self.value, self.std]

@@ -12,6 +12,7 @@ from fedssl.embedding.embeddings import check_readable
 from fedssl.embedding.image_list import Block, ImageList
 from fedssl.explore.columns import Column, coded, column_of
 from fedssl.explore.thumbnails import Sheets, thumbnail_size
+from fedssl.safe_io import valid_text
 from fedssl.seeding import numpy_generator
 
 _THUMBNAILS = 256  # decoded at once
@@ -50,11 +51,6 @@ def sample(count: int, limit: int) -> np.ndarray:
     return np.sort(numpy_generator(0, "explore").permutation(count)[:limit])
 
 
-def text_of(name: str) -> str:
-    """Return the name of a file, which may have any bytes, as text."""
-    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
-
-
 @dataclass(frozen=True)
 class PathImages:
     """Images of a path."""
@@ -72,7 +68,7 @@ class PathImages:
         return self.images.decode(rows, size=size)
 
     def names(self, rows: np.ndarray) -> list[str]:
-        return [text_of(place.name) for place in self.images.places(rows)]
+        return [valid_text(place.name) for place in self.images.places(rows)]
 
     def columns(self, rows: np.ndarray, further: Sequence[str]) -> list[Column]:
         found = []

@@ -16,8 +16,9 @@ from fedssl.datasets.raster import convert, unit_values
 from fedssl.embedding.image_list import Block
 from fedssl.errors import InputError
 from fedssl.explore.columns import Column, coded
-from fedssl.explore.images import sample, text_of
+from fedssl.explore.images import sample
 from fedssl.partition.partition import client_indices
+from fedssl.safe_io import valid_text
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class RunImages:
             return [f"image {number}" for number in self.numbers[rows]]
         index, of_index = self.data.origin
         return [
-            text_of(place._replace(file=_below(Path(place.file), self.root)).name)
+            valid_text(place._replace(file=_below(Path(place.file), self.root)).name)
             for place in index.places(of_index[rows])
         ]
 

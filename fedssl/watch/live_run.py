@@ -43,9 +43,9 @@ class LiveRun:
         self._stamps: object = None
         self._run: Run | None = None
         self.problem = ""  # why the settings cannot be read
-        self._forget()
+        self._clear()
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self.values: dict[str, Points] = defaultdict(dict)
         self.evaluation: dict[str, Points] = defaultdict(dict)
         self.units: dict[str, str] = {}
@@ -57,7 +57,7 @@ class LiveRun:
         self._read_settings()
         void, lines = self._metrics.read()
         if void:
-            self._forget()
+            self._clear()
         for line in lines:
             if isinstance(line.get("round"), int):
                 self._add(line["round"], line)
@@ -151,7 +151,7 @@ class LiveRun:
         """Return the last results, those at the end if there are any."""
         last = {name: points[max(points)] * self._scale(name) for name, points in self.evaluation.items()}
         final = self._run.results if self._run else {}
-        last |= {name: score.value * (100 if score.unit in IN_PERCENT else 1) for name, score in final.items()}
+        last |= {name: score.shown for name, score in final.items()}
         return {sanitize(name): float(f"{value:.6g}") for name, value in last.items()}
 
     def _scale(self, name: str) -> float:
@@ -188,7 +188,7 @@ class LiveRun:
     def baselines(self, kind: str) -> dict[str, float]:
         """Return the results of the ``"untrained"`` encoder or of raw ``"pixels"``; none before the run has ended."""
         scores = self._run.results_of(kind) if self._run else {}
-        return {name: score.value * (100 if score.unit in IN_PERCENT else 1) for name, score in scores.items()}
+        return {name: score.shown for name, score in scores.items()}
 
     def baseline_task(self, kind: str) -> str | None:
         """Return the settings on which a baseline depends, as text; None if they are unknown."""

@@ -43,7 +43,7 @@ class _Kept:
 
 
 def client_mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
-    """Do what the strategy asks of its clients; a mod of Flower. It does nothing for strategies of others."""
+    """Apply the strategy's settings before and after training; a mod of Flower. Other strategies are unchanged."""
     task = ClientTask.read(message.content)
     if task is None:
         return call_next(message, context)
