@@ -25,7 +25,7 @@ from fedssl.config.load import load_settings
 from fedssl.config.overrides import quote_value
 from fedssl.config.python_values import Value, to_overrides
 from fedssl.config.settings import Settings
-from fedssl.config.targets import expand_config_dir_flag, search_folders, user_encoder
+from fedssl.config.targets import expand_config_dir_flag, search_folders
 from fedssl.errors import InputError, RunError, RunStopped
 from fedssl.machine.process_state import restored_process, restored_torch
 from fedssl.runs.jsonl import read_jsonl
@@ -222,7 +222,7 @@ class Run:
         """The encoder in eval mode, a torch module with `preprocess`, see `fedssl.export.load_encoder`."""
         with _as_sentence():
             from fedssl.config.commands import encoder_file
-            from fedssl.export import load_encoder, saved_target
+            from fedssl.export import load_user_encoder
 
             several = sorted(self.path.glob("encoder-*.pt"))
             if several:
@@ -230,8 +230,7 @@ class Run:
                     f"{self.path} has {len(several)} encoders; load one of them with "
                     f"fedssl.export.load_encoder({str(several[0])!r})"
                 )
-            file = encoder_file({"run": str(self.path)})
-            return load_encoder(file, build=user_encoder(saved_target(file), self._config_dirs))
+            return load_user_encoder(encoder_file({"run": str(self.path)}), self._config_dirs)
 
     @overload
     def embed(self, images: np.ndarray, *, device: str = "auto", skip_unreadable: bool = False) -> np.ndarray: ...

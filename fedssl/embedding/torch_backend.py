@@ -9,13 +9,12 @@ import numpy as np
 import torch
 
 from fedssl.config.commands import encoder_file
-from fedssl.config.targets import user_encoder
 from fedssl.datasets.images import TensorImages
 from fedssl.datasets.raster import PIXELS
 from fedssl.digests import file_identity
 from fedssl.embedding.embedder import Embedder
 from fedssl.evaluation.features import extract
-from fedssl.export.encoder_file import load_encoder, saved_target
+from fedssl.export.encoder_file import load_user_encoder
 from fedssl.machine.devices import select_device
 from fedssl.machine.process import default_threads, one_thread
 
@@ -52,6 +51,5 @@ class TorchEmbedder(Embedder):
 def load(source: Path, *, device: str, folders: Sequence[Path]) -> TorchEmbedder:
     """Load an encoder, see `fedssl.embedding.load_embedder`."""
     file = encoder_file({"run" if source.is_dir() else "encoder": str(source)})
-    build = user_encoder(saved_target(file), folders)
-    digest = file_identity(file)
-    return TorchEmbedder(load_encoder(file, build=build), digest=digest, device=select_device(device))
+    encoder = load_user_encoder(file, folders)
+    return TorchEmbedder(encoder, digest=file_identity(file), device=select_device(device))

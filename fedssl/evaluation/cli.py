@@ -29,12 +29,12 @@ from fedssl.config.load import compose, make_settings
 from fedssl.config.overrides import parse
 from fedssl.config.saved_run import read_settings
 from fedssl.config.settings import DataSettings, Settings
-from fedssl.config.targets import choice_targets, normalize, search_folders, user_encoder
+from fedssl.config.targets import choice_targets, normalize, search_folders
 from fedssl.config.validation import check_types, validate_config
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import evaluate_domains, evaluation_problem, log_unknown_classes, make_evaluation_input
 from fedssl.evaluation.scores import Score, column_title, format_table, to_flat_dict, units_of
-from fedssl.export import load_encoder, saved_target
+from fedssl.export import load_user_encoder
 from fedssl.machine.devices import select_device
 from fedssl.text_table import align
 
@@ -78,7 +78,7 @@ def evaluate_encoder(overrides: Sequence[str]) -> Evaluation:
     settings = compose_evaluation(others, run=Path(source["run"]) if "run" in source else None)
     protocol = settings.evaluation.protocol.instantiate()
     torch.set_num_threads(settings.machine.threads)
-    encoder = load_encoder(file, build=user_encoder(saved_target(file), search_folders(others)))
+    encoder = load_user_encoder(file, search_folders(others))
     data = match_encoder(encoder, settings.data, explicit_size="dataset.size" in values)
     device, needs_labels = select_device(settings.machine.device), protocol.needs_labels
     evaluation_input = make_evaluation_input(encoder, data, device=device, needs_labels=needs_labels)

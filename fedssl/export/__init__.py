@@ -6,6 +6,7 @@
 from fedssl.export.encoder_file import (
     describe_encoder,
     load_encoder,
+    load_user_encoder,
     load_weights,
     read_content,
     save_encoder,
@@ -17,6 +18,7 @@ __all__ = [
     "Preprocess",
     "describe_encoder",
     "load_encoder",
+    "load_user_encoder",
     "load_weights",
     "read_content",
     "save_encoder",

@@ -22,6 +22,7 @@ from torch import nn
 
 from fedssl import encoders
 from fedssl.atomic_files import atomic_write
+from fedssl.config.targets import user_encoder
 from fedssl.datasets.raster import pixel_settings
 from fedssl.errors import InputError
 from fedssl.export.preprocess import Preprocess
@@ -191,6 +192,11 @@ def describe_encoder(path: str | Path) -> dict[str, Any]:
 def saved_target(path: str | Path) -> str:
     """Return the dotted name of the function that built the encoder; raises `InputError` as `load_encoder`."""
     return str(read_content(Path(path))["encoder"].get("_target_"))
+
+
+def load_user_encoder(file: Path, folders: Sequence[Path]) -> Any:
+    """Return the encoder of a file as `load_encoder`, also one of the user's config directories."""
+    return load_encoder(file, build=user_encoder(saved_target(file), folders))
 
 
 def _builder(target: str) -> Callable[..., nn.Module] | None:

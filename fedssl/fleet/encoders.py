@@ -69,10 +69,9 @@ def store_encoder(
 
 def load_delivered(file: Path, folders: Sequence[Path] = ()) -> Any:
     """Return the encoder of a file as `fedssl.export.load_encoder`, also of a config directory; raises `InputError`."""
-    from fedssl.config.targets import user_encoder  # slow imports
-    from fedssl.export.encoder_file import load_encoder, saved_target
+    from fedssl.export.encoder_file import load_user_encoder  # slow import
 
-    return load_encoder(file, build=user_encoder(saved_target(file), folders))
+    return load_user_encoder(file, folders)
 
 
 def stored_encoders(states: Path) -> list[tuple[Path, Mapping[str, Any]]]:
