@@ -194,7 +194,7 @@ def saved_target(path: str | Path) -> str:
     return str(read_content(Path(path))["encoder"].get("_target_"))
 
 
-def load_user_encoder(file: Path, folders: Sequence[Path]) -> Any:
+def load_user_encoder(file: Path, folders: Sequence[Path]) -> nn.Module:
     """Return the encoder of a file as `load_encoder`, also one of the user's config directories."""
     return load_encoder(file, build=user_encoder(saved_target(file), folders))
 
