@@ -75,6 +75,7 @@ def test_images_of_a_folder(tmp_path, monkeypatch, capsys):
     assert output.count(".png") == 5  # neighbors
 
 
+@pytest.mark.heavy
 def test_a_strategy_of_ones_own(tmp_path, monkeypatch):
     for name, value in {"local_epochs": 1, "rounds": 2}.items():
         monkeypatch.setitem(SMALL, name, value)

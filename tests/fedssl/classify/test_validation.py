@@ -64,7 +64,7 @@ def test_copies_in_one_group_do_not_improve_the_accuracy() -> None:
 
 def test_accuracy_is_near_that_of_new_images() -> None:
     differences, covered = [], 0
-    for seed in range(8):
+    for seed in range(5):
         x, labels = blobs([10, 10, 10], dim=8, distance=0.7, seed=seed)
         new, new_labels = blobs([500, 500, 500], dim=8, distance=0.7, seed=1000 + seed)
         model, validation = train(x, labels, classes=list("abc"), groups=np.arange(30), seed=seed)
@@ -73,7 +73,7 @@ def test_accuracy_is_near_that_of_new_images() -> None:
         differences.append(validation.accuracy - true)
         covered += validation.interval[0] <= true <= validation.interval[1]
     assert abs(np.mean(differences)) < 0.06
-    assert covered >= 6
+    assert covered >= 4
 
 
 def test_recalls_and_confusion_count_the_held_out_images() -> None:
