@@ -40,9 +40,10 @@ def describe(labeled: LabeledImages, validation: Validation | None) -> list[str]
         f"{len(validation.rows):,} images)",
     ]
     if held_out:
-        names = f", such as {single[0]}" if single else ""
+        which = "1 image is" if held_out == 1 else f"{held_out:,} images are"
+        names = f" (such as {single[0]})" if single else ""
         lines.append(
-            f"{held_out:,} images are not in the accuracy, because their class{names} has no image in another group"
+            f"{which} not in the accuracy: no other image, or none of another group, has the same class{names}"
         )
     return [*lines, "", *_tables(labeled.classes, validation)]
 

@@ -85,6 +85,14 @@ def test_labeled_images_are_predicted_if_asked(run: Path, photos: Path) -> None:
     assert len(table("predictions.csv")) == 38
 
 
+def test_a_class_with_one_image_is_named(run: Path, photos: Path) -> None:
+    for file in sorted(Path("photos/labeled/blue").iterdir())[1:]:
+        file.unlink()
+    text = classify([f"run={run}", "labeled=photos/labeled", "images=photos"])
+    assert "1 image is not in the accuracy: no other image, or none of another group" in text
+    assert "has the same class (such as blue)" in text
+
+
 def test_an_image_of_something_else_is_unusual(run: Path, photos: Path) -> None:
     stripes = np.zeros((11, 9, 3), np.uint8)
     stripes[::2] = 255
