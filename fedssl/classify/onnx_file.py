@@ -25,7 +25,9 @@ def check_packages() -> None:
     """Raise an `InputError` if a package is missing."""
     missing = [name for name in ("onnx", "onnxruntime") if find_spec(name) is None]
     if missing:
-        raise InputError(f"onnx=FILE needs {' and '.join(missing)}; install it: pip install 'fedssl[export]'")
+        raise InputError(
+            f"onnx=FILE needs {' and '.join(missing)}; uv sync --extra export, or pip install 'fedssl[export]'"
+        )
 
 
 def write_onnx(options: Options, embedder: Embedder, classifier: Classifier, images: np.ndarray) -> float:

@@ -78,17 +78,19 @@ def missing_packages(ignored: Mapping[str, int]) -> list[tuple[int, str]]:
     counts = {
         name: sum(ignored.get(suffix, 0) for suffix in _FURTHER[name]) for name in _FURTHER if name not in INSTALLED
     }
-    return [
-        (count, f"{name} images need {PACKAGES[name]} (pip install 'fedssl[{name.lower()}]')")
-        for name, count in counts.items()
-        if count
-    ]
+    return [(count, f"{name} images need {_package_of(name)}") for name, count in counts.items() if count]
 
 
 def require_package(name: str) -> None:
     """Raise an `InputError` if the package of a format is missing."""
     if name not in INSTALLED:
-        raise InputError(f"{name} images of this kind need {PACKAGES[name]}; pip install 'fedssl[{name.lower()}]'")
+        raise InputError(f"{name} images of this kind need {_package_of(name)}")
+
+
+def _package_of(name: str) -> str:
+    """Return the package of a format, and how to install it."""
+    extra = name.lower()
+    return f"{PACKAGES[name]} (uv sync --extra {extra}, or pip install 'fedssl[{extra}]')"
 
 
 def module_of(head: bytes) -> str | None:

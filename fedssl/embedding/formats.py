@@ -148,7 +148,10 @@ def check_out(out: Path, images: Path) -> None:
     check_output("out", out, *FORMATS)
     package, _ = FORMATS[out.suffix.lower()]
     if package and find_spec(package) is None:
-        raise InputError(f"out={out} needs {package}; pip install 'fedssl[{package}]', or choose a name in .parquet")
+        raise InputError(
+            f"out={out} needs {package}; install it: uv sync --extra {package}, or pip install 'fedssl[{package}]'; "
+            "or choose a name in .parquet"
+        )
     names = [out.with_suffix(".csv")] if out.suffix.lower() in (".npy", ".faiss") else []
     for file in (out, *names):
         check_new("out", file)

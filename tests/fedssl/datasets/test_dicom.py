@@ -344,7 +344,7 @@ def test_frames_and_values_without_a_window_are_a_warning():
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(formats, "INSTALLED", frozenset({"HEIF"}))
     ((count, remedy),) = formats.missing_packages({".dcm": 3, ".ima": 1, ".heic": 9, ".txt": 5})
-    assert (count, remedy) == (4, "DICOM images need pydicom (pip install 'fedssl[dicom]')")
+    assert (count, remedy) == (4, "DICOM images need pydicom (uv sync --extra dicom, or pip install 'fedssl[dicom]')")
 
 
 def test_values_that_are_not_finite_are_no_part_of_a_warning():

@@ -171,9 +171,12 @@ def test_endings_with_two_parts():
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(formats, "INSTALLED", frozenset())
     content = nifti(np.zeros((4, 4, 1), np.uint8))
-    with pytest.raises(InputError, match=r"NIFTI images of this kind need nibabel; pip install 'fedssl\[nifti\]'"):
+    with pytest.raises(InputError, match=r"NIFTI images of this kind need nibabel \(uv sync --extra nifti"):
         Decoding(channels=1, size=4)(content)
-    assert (3, "NIFTI images need nibabel (pip install 'fedssl[nifti]')") in formats.missing_packages({".nii.gz": 3})
+    assert (
+        3,
+        "NIFTI images need nibabel (uv sync --extra nifti, or pip install 'fedssl[nifti]')",
+    ) in formats.missing_packages({".nii.gz": 3})
 
 
 def changed(content: bytes, *, place: int, kind: str, value: object) -> bytes:

@@ -147,7 +147,7 @@ def test_a_mixture_has_the_widest_dtype_of_a_sample():
 
 def test_a_missing_package_is_one_sentence(monkeypatch):
     monkeypatch.setattr(formats, "INSTALLED", frozenset())
-    with pytest.raises(InputError, match=r"need tifffile; pip install 'fedssl\[tiff\]'"):
+    with pytest.raises(InputError, match=r"need tifffile \(uv sync --extra tiff"):
         Decoding(channels=13, size=6)(tiff(np.zeros((6, 6, 13), np.uint16), **BANDS))
 
 
