@@ -33,14 +33,14 @@ from pydicom.dataelem import RawDataElement
 from pydicom.encaps import encapsulate, generate_fragmented_frames
 from pydicom.filereader import read_sequence_item
 from pydicom.pixels.decoders.base import get_decoder
-from pydicom.pixels.processing import apply_color_lut, apply_modality_lut, apply_voi
 from pydicom.pixels.utils import as_pixel_options, pixel_array
 from pydicom.uid import ExplicitVRBigEndian, ExplicitVRLittleEndian, ImplicitVRLittleEndian
 
-from fedssl.datasets.dicom_checks import MAX_TABLE, check_run_lengths, check_segments, codestream_sizes
+from fedssl.datasets.dicom_checks import check_run_lengths, check_segments, codestream_sizes
+from fedssl.datasets.dicom_values import PADDING, TABLES, eight_bits, is_beside_image, limits_of, transforms, values_of
 from fedssl.datasets.formats import DICOM_MAGIC, DICOM_PREAMBLE
 from fedssl.datasets.pages import Successive, check_count
-from fedssl.datasets.pixels import BIT_RANGE, FILE_WINDOW, MODALITY, RASTER, WHITE_IS_ZERO
+from fedssl.datasets.pixels import MODALITY, RASTER, WHITE_IS_ZERO
 from fedssl.datasets.raster import Raster
 from fedssl.safe_io import sanitize_line
 
@@ -61,9 +61,7 @@ _TAGS = ["Rows", "Columns", "SamplesPerPixel", "PhotometricInterpretation", "Pla
 _TAGS += ["BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation"]
 _GROUPS = ["SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"]
 _GROUP_TAGS = ["RescaleSlope", "RescaleIntercept", "WindowCenter", "WindowWidth", "VOILUTFunction"]  # may be in groups
-_PADDING = ["PixelPaddingValue", "PixelPaddingRangeLimit"]
-_TABLES = ["ModalityLUTSequence", "VOILUTSequence"]
-_TAGS += [*_GROUPS, *_GROUP_TAGS, *_TABLES, "Modality", *_PADDING]
+_TAGS += [*_GROUPS, *_GROUP_TAGS, *TABLES, "Modality", *PADDING]
 for _color in ("Red", "Green", "Blue"):
     _TAGS += [f"{_color}PaletteColorLookupTable{part}" for part in ("Descriptor", "Data")]
     _TAGS += [f"Segmented{_color}PaletteColorLookupTableData"]
@@ -110,8 +108,8 @@ class DicomImageFile(ImageFile.ImageFile):
                 shape, limits = (self.height, self.width, 3), (0, 2**bits - 1)
                 self.info[RASTER] = Raster(shape=shape, load=self._decoded, limits=limits)
             return
-        low, high, name = _limits(dataset)
-        self._mode = "F" if (low, high) != (0, 255) or _transforms(dataset) else "L"
+        low, high, name = limits_of(dataset)
+        self._mode = "F" if (low, high) != (0, 255) or transforms(dataset) else "L"
         if not (-_MAX_LIMIT < low < high < _MAX_LIMIT and high - low > _MIN_RANGE):
             raise ValueError(f"its values of black and white would be {low:g} and {high:g}")
         if self._mode == "F":
@@ -131,7 +129,7 @@ class DicomImageFile(ImageFile.ImageFile):
         if not self._is_loaded:
             values = self._decoded()
             if self.mode == "RGB":
-                values = _eight_bits(values, self._dataset)
+                values = eight_bits(values, self._dataset)
             elif self.mode == "L" and self.info[WHITE_IS_ZERO]:
                 values = 255 - values
             dtype = np.float32 if self.mode == "F" else np.uint8
@@ -142,13 +140,13 @@ class DicomImageFile(ImageFile.ImageFile):
     def _decoded(self) -> np.ndarray:
         try:
             stored = self._pixels.frame(self._frame)
-            values = _values(stored, self._dataset)
+            values = values_of(stored, self._dataset)
         except RuntimeError as error:  # with a list of packages
             syntax = self._dataset.file_meta.TransferSyntaxUID.name
             raise ValueError(f"{syntax} needs a decoder: pip install {_DECODERS}; or its frame is damaged") from error
         if values.shape[:2] != self.size[::-1]:
             raise ValueError(f"its frame has {values.shape[1]} x {values.shape[0]} pixels")
-        is_beside = _is_beside(stored, self._dataset) if self.mode == "F" else None
+        is_beside = is_beside_image(stored, self._dataset) if self.mode == "F" else None
         return values if is_beside is None else np.where(is_beside, np.float32(np.nan), values)
 
 
@@ -278,7 +276,7 @@ def _group_values(item: Any) -> dict[str, Any]:
 
 def _keep_first_items(dataset: Any) -> None:
     """Reduce sequences of tables to their first item."""
-    for name in _TABLES:
+    for name in TABLES:
         first = next(_items(dataset.get_item(name)), None) if name in dataset else None
         dataset.pop(name, None)
         if first:
@@ -321,53 +319,6 @@ def _check_header(dataset: Any) -> None:
             check_segments(table, wide=dataset.RedPaletteColorLookupTableDescriptor[2] > 8)
 
 
-def _transforms(dataset: Any) -> bool:
-    """Return whether the stored values differ from those of the modality, or from those to show."""
-    return any(dataset.get(name) for name in (*_TABLES, "WindowWidth")) or _rescale(dataset) != (1, 0)
-
-
-def _rescale(dataset: Any) -> tuple[float, float]:
-    """Return the slope and the intercept, either of which may be missing or empty."""
-    slope, intercept = (_first(dataset.get(name)) for name in ("RescaleSlope", "RescaleIntercept"))
-    return 1.0 if slope is None else slope, intercept or 0.0
-
-
-def _window(dataset: Any) -> tuple[float, float] | None:
-    """Return the lowest and the highest value of the first window; None if there is none."""
-    center, width = (_first(dataset.get(name)) for name in ("WindowCenter", "WindowWidth"))
-    if center is None or width is None or width <= 0:
-        return None
-    if dataset.get("VOILUTFunction") in ("LINEAR_EXACT", "SIGMOID") or width < 1:  # below 1: of small fractions
-        return center - width / 2, center + width / 2
-    return center - 0.5 - (width - 1) / 2, center - 0.5 + max(width - 1, 1) / 2
-
-
-def _limits(dataset: Any) -> tuple[float, float, str]:
-    """Return the values of black and white, and their key in ``info``."""
-    window = _window(dataset)
-    if window is not None:
-        return *window, FILE_WINDOW
-    if dataset.get("VOILUTSequence"):
-        return 0.0, 2.0 ** dataset.VOILUTSequence[0].LUTDescriptor[2] - 1, FILE_WINDOW
-    if dataset.get("ModalityLUTSequence"):
-        return 0.0, 2.0 ** dataset.ModalityLUTSequence[0].LUTDescriptor[2] - 1, BIT_RANGE
-    if "BitsStored" not in dataset:
-        return 0.0, 1.0, BIT_RANGE
-    bits, signed = int(dataset.BitsStored), bool(dataset.PixelRepresentation)
-    stored = (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1) if signed else (0.0, 2.0**bits - 1)
-    slope, intercept = _rescale(dataset)
-    low, high = sorted(slope * value + intercept for value in stored)
-    return low, high, BIT_RANGE
-
-
-def _first(value: Any) -> float | None:
-    """Return the first value of a tag that may have several."""
-    if value is None or isinstance(value, str | bytes):
-        return float(value) if value else None  # not a number: the file is unreadable
-    first = next(iter(value), None) if hasattr(value, "__iter__") else value
-    return None if first in (None, "") else float(first)
-
-
 def _only_frame(dataset: Any, frame: bytes | None) -> Any:
     """Return a data set with one encoded frame; a `ValueError` if it may need more memory than the declared size."""
     if frame is None:
@@ -381,43 +332,3 @@ def _only_frame(dataset: Any, frame: bytes | None) -> Any:
     alone = copy(dataset)
     alone.PixelData, alone.NumberOfFrames = encapsulate([frame]), 1
     return alone
-
-
-def _values(values: np.ndarray, dataset: Any) -> np.ndarray:
-    """Return a frame, ``(rows, columns)`` after the modality transformation, or RGB ``(rows, columns, 3)``."""
-    if dataset.PhotometricInterpretation == "PALETTE COLOR":
-        return apply_color_lut(_clipped(values, dataset.RedPaletteColorLookupTableDescriptor), dataset)
-    if values.ndim == 3:
-        return values
-    if dataset.get("ModalityLUTSequence"):
-        values = apply_modality_lut(values, dataset)
-    elif (rescale := _rescale(dataset)) != (1, 0):
-        values = values * np.float64(rescale[0]) + rescale[1]
-    if dataset.get("VOILUTSequence") and _window(dataset) is None:
-        values = apply_voi(_clipped(values, dataset.VOILUTSequence[0].LUTDescriptor), dataset)
-    return values
-
-
-def _is_beside(stored: np.ndarray, dataset: Any) -> np.ndarray | None:
-    """Return which pixels are beside the image, by their stored values (PS3.3 C.7.5.1.1.2); None if unknown."""
-    values = [value for name in _PADDING if isinstance(value := dataset.get(name), int)]
-    if _PADDING[0] not in dataset or not values or stored.dtype.kind not in "iu":
-        return None
-    limits = np.array(values, np.int64).astype(stored.dtype)  # a negative one may be stated by its bits, and vice versa
-    is_beside: np.ndarray = (stored >= limits.min()) & (stored <= limits.max())
-    return is_beside
-
-
-def _clipped(values: np.ndarray, descriptor: Any) -> np.ndarray:
-    """Replace values beyond a table by its last, since pydicom's index of a table with 8 bits has 8 bits, too."""
-    entries, first = descriptor[0] or MAX_TABLE, descriptor[1]
-    clipped: np.ndarray = np.minimum(values.astype(np.int32), first + entries - 1)
-    return clipped
-
-
-def _eight_bits(values: np.ndarray, dataset: Any) -> np.ndarray:
-    """Return the upper 8 bits of the values of a color image."""
-    bits = int(dataset.BitsStored)
-    if dataset.PhotometricInterpretation == "PALETTE COLOR":  # a table may have fewer bits than it states
-        bits = min(int(dataset.RedPaletteColorLookupTableDescriptor[2]), 8 * values.itemsize)
-    return values if bits == 8 else values.astype(np.float32) * np.float32(255.999 / (2**bits - 1))
