@@ -31,6 +31,7 @@ def check(output: Path, *arguments: str) -> tuple[int, dict[str, dict[str, objec
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 def test_every_part_runs_and_learning_continues(tmp_path):
     status, results = check(tmp_path / "first")
     assert status == 0, (tmp_path / "first" / "gpu.log").read_text()

@@ -168,6 +168,7 @@ finally:
 """
 
 
+@pytest.mark.heavy  # the test of fedssl-classify without torch embeds, too
 def test_onnx_runtime_needs_no_torch(run: Path, photos: Path, tmp_path: Path) -> None:
     embed(run, photos, tmp_path / "torch.npy")
     export([f"run={run}", "format=onnx"])
