@@ -127,7 +127,7 @@ def compose(
 
 
 class ServerParts(NamedTuple):
-    """What Flower's loop needs. The strategy is bit-identical with `run`, without recording and checkpoints."""
+    """Arguments of Flower's loop. The strategy is bit-identical with `run`, without recording and checkpoints."""
 
     strategy: "Strategy"
     initial_arrays: "ArrayRecord"

@@ -1,4 +1,4 @@
-"""What ``fedssl-classify`` prints and writes."""
+"""Text and files of results that ``fedssl-classify`` prints and writes."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -20,7 +20,7 @@ from fedssl.atomic_files import atomic_write
 from fedssl.config.commands import check_new, check_output
 from fedssl.datasets.holdout import NO_LABEL
 from fedssl.embedding.image_list import ImageList
-from fedssl.embedding.partial import Partial
+from fedssl.embedding.partial import Partial, names_marker
 from fedssl.errors import InputError
 from fedssl.safe_io import valid_text
 
@@ -104,6 +104,7 @@ def _write_names(table: Table, out: Path) -> None:
             for batch in table.batches(embedding=False):
                 writer.write_batch(batch)
 
+    names_marker(out).touch()
     atomic_write(out.with_suffix(".csv"), write)
 
 
@@ -152,7 +153,10 @@ def check_out(out: Path, images: Path) -> None:
             f"out={out} needs {package}; install it: uv sync --extra {package}, or pip install 'fedssl[{package}]'; "
             "or choose a name in .parquet"
         )
-    names = [out.with_suffix(".csv")] if out.suffix.lower() in (".npy", ".faiss") else []
+    has_names = (
+        out.suffix.lower() in (".npy", ".faiss") and not names_marker(out).exists()
+    )  # else of an interrupted call
+    names = [out.with_suffix(".csv")] if has_names else []
     for file in (out, *names):
         check_new("out", file)
     if images.is_dir() and images.resolve() in out.resolve().parents:

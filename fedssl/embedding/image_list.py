@@ -73,7 +73,7 @@ class ImageList:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is not read, or may be misread."""
+        """Warnings about files that are not read, or that may be misread."""
         return tuple(dict.fromkeys(chain.from_iterable(part.warnings for part in self.parts)))
 
     @property

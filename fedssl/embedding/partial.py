@@ -114,6 +114,11 @@ def partial_bytes(out: Path) -> int:
     return file.stat().st_size if file.is_file() else 0
 
 
+def names_marker(out: Path) -> Path:
+    """Return the file that exists from when the names of ``out`` are written until ``out`` is complete."""
+    return _folder(out) / "names"
+
+
 def _folder(out: Path) -> Path:
     return out.with_name(f".{out.name}.partial")
 

@@ -28,7 +28,7 @@ _VIEWS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Gallery:
-    """What a page displays."""
+    """Contents of a page."""
 
     source: str  # name of the images' folder or file
     encoder: str  # name of the run

@@ -1,4 +1,4 @@
-"""What the live view shows of a run: plain values, from files that may be incomplete, damaged or of another program."""
+"""Values of a run for the live view, from files that may be incomplete, damaged or of another program."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a strategy requests of `client_mod`, in one value of the ConfigRecord that Flower sends with the arrays."""
+"""The task of `client_mod` in a round: one value of the ConfigRecord that Flower sends with the arrays."""
 
 import json
 from dataclasses import asdict, dataclass

@@ -4,14 +4,16 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from fedssl.embedding import cli, embed_path, load_embedder
+from fedssl.embedding import cli, embed_path, formats, load_embedder
 from fedssl.embedding.embedder import Embedder
 from fedssl.errors import InputError
 from fedssl.export.cli import run as export
@@ -102,6 +104,26 @@ def test_skipping_damaged_images_computes_nothing_again(run: Path, photos: Path,
     assert "cat/3.png" not in pq.read_table(tmp_path / "a.parquet")["name"].to_pylist()
 
 
+def test_a_call_that_ends_between_names_and_features_continues(
+    run: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "a.npy"
+    write = formats.atomic_write
+
+    def stop(file: Path, content: Callable[[BinaryIO], None]) -> None:
+        if file == out:
+            raise KeyboardInterrupt
+        write(file, content)
+
+    monkeypatch.setattr(formats, "atomic_write", stop)
+    with pytest.raises(KeyboardInterrupt):
+        embed(run, photos, out)
+    monkeypatch.setattr(formats, "atomic_write", write)
+    assert out.with_suffix(".csv").exists()
+    embed(run, photos, out)
+    assert len(np.load(out)) == len(out.with_suffix(".csv").read_text().splitlines()) - 1
+
+
 def test_wrong_images_end_the_first_block(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Embedder, "batch_size", 8)
     (tmp_path / "photos").mkdir()
@@ -154,6 +176,7 @@ def test_bad_input(run: Path, photos: Path, tmp_path: Path, words: list[str], to
 
 WITHOUT_TORCH = """
 import sys
+from collections.abc import Callable
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name in ("torch", "torchvision"):

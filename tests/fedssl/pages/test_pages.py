@@ -77,8 +77,8 @@ def test_a_page_runs_its_own_script_alone_and_requests_nothing(own: Path):
         ("/home/me/photos", "…/photos"),
         ("fedssl dataset.path=/home/me/photos/ lr=1", "fedssl dataset.path=…/photos/ lr=1"),
         ("'note=\"/home/a b\"' [/x/y,/z]", "'note=\"…/a b\"' […/y,…/z]"),
-        ("/work/runs/a/0: /work/runs/a is not /work/runs2/b", "a/0: a is not …/b"),
-        ("/mnt/work/runs/a", "…/a"),
+        ("/srv/runs/a/0: /srv/runs/a is not /srv/runs2/b", "a/0: a is not …/b"),
+        ("/mnt/srv/runs/a", "…/a"),
         (
             "https://a.b/c/d, and/or, 1 / 2, runs/a, </svg>, ../a",
             "https://a.b/c/d, and/or, 1 / 2, runs/a, </svg>, ../a",
@@ -86,7 +86,7 @@ def test_a_page_runs_its_own_script_alone_and_requests_nothing(own: Path):
     ],
 )
 def test_absolute_paths_are_shortened(text: str, shown: str):
-    assert hide_paths(text, root=Path("/work/runs")) == shown
+    assert hide_paths(text, root=Path("/srv/runs")) == shown
 
 
 def test_colors_of_the_stylesheet_have_the_contrast_of_wcag_aa():
