@@ -22,11 +22,12 @@ from fedssl.errors import InputError
 from fedssl.machine.devices import check_cuda_features
 from fedssl.views import Views
 
+EAGER = ["cuda_graphs=false"]
 VARIANTS = {
-    "eager": [],
+    "default": [],  # CUDA graphs
     "triton": ["gpu_augmentation=triton"],
-    "graphs": ["cuda_graphs=true", "optimizer.fused=true"],
-    "graphs, triton": ["cuda_graphs=true", "optimizer.fused=true", "gpu_augmentation=triton"],
+    "eager": EAGER,
+    "eager, triton": [*EAGER, "gpu_augmentation=triton"],
 }
 LARGE = ["dataset.size=224", "batch_size=128"]
 CASES = {  # in order of importance
@@ -50,9 +51,11 @@ def throughput(device: str, small: bool, attempt: Attempt) -> None:
         for variant, extra in VARIANTS.items():
             attempt(f"{case}, {variant}", partial(rate, device, [*overrides, *extra], ours, small=small))
         for peer in (bare, torchvision_loop, pil_loop):
-            attempt(f"{case}, {peer.__name__}", partial(rate, device, overrides, peer, small=small))
+            attempt(f"{case}, {peer.__name__}", partial(rate, device, [*overrides, *EAGER], peer, small=small))
     for case in list(cases)[:2]:  # last, because compilation may take a minute
-        attempt(f"{case}, compile", partial(rate, device, cases[case], compiled, small=small))
+        attempt(
+            f"{case}, compile", partial(rate, device, [*cases[case], "gpu_augmentation=triton"], compiled, small=small)
+        )
 
 
 def rate(device: str, overrides: Sequence[str], make: Callable[[Client], Epoch], *, small: bool) -> float:

@@ -58,13 +58,13 @@ CUDA_STEPS = 40
 LOSS_IMAGES, LOSS_BATCH, LOSS_EPOCHS, SEEDS = {"conv_small": 128, "resnet18": 64}, 32, 4, 4
 BARE, FASTER, FUR = 1.15, {"fp32": 2.0, "bf16": 3.5}, 1.10  # targets
 
-FUSED = ["optimizer.fused=true"]
+EAGER = ["cuda_graphs=false"]
 GPU_SETTINGS = {
-    "default": [],
-    "fused": FUSED,
-    "triton": ["gpu_augmentation=triton"],
-    "graphs": [*FUSED, "cuda_graphs=true"],
-    "graphs, triton": [*FUSED, "cuda_graphs=true", "gpu_augmentation=triton"],
+    "eager": EAGER,
+    "fused": [*EAGER, "optimizer.fused=true"],
+    "triton": [*EAGER, "gpu_augmentation=triton"],
+    "graphs": [],
+    "graphs, triton": ["gpu_augmentation=triton"],
 }
 
 OPERATORS = {  # parts of the names of torch's operators

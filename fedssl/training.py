@@ -13,7 +13,7 @@ from fedssl.config.settings import TrainingSettings
 from fedssl.datasets.images import ImageSource
 from fedssl.encoders.tokens import TokenEncoder
 from fedssl.errors import InputError
-from fedssl.machine.cuda_graphs import CudaGraphCache, check_fused
+from fedssl.machine.cuda_graphs import CudaGraphCache, captures_steps
 from fedssl.machine.devices import check_cuda_features, check_precision, is_gpu, to_device
 from fedssl.machine.process import optimizer_step
 from fedssl.methods.base import SSLMethod
@@ -54,16 +54,10 @@ class LocalTrainer:
             check_cuda_features(settings, device)
         if settings.channels_last and is_gpu(device):
             method.to(memory_format=torch.channels_last)  # else every convolution would convert its weights
-        optimizer = settings.optimizer.instantiate([method.named_tensors[name] for name in method.trainable])
+        captured = captures_steps(settings.cuda_graphs, settings.optimizer.values, (method, regularizer), device)
+        trained = [method.named_tensors[name] for name in method.trainable]
+        optimizer = settings.optimizer.instantiate(trained, **({"fused": True} if captured else {}))
         base_lrs = tuple(group["lr"] for group in optimizer.param_groups)
-        if settings.cuda_graphs:
-            check_fused(optimizer)
-            for part in (method, regularizer):
-                if not part.cuda_graph_safe:
-                    raise InputError(
-                        f"cuda_graphs=true but the steps of {type(part).__name__} differ with these settings; "
-                        "set cuda_graphs=false"
-                    )
         return cls(
             augment=augment,
             optimizer=optimizer,
@@ -74,7 +68,7 @@ class LocalTrainer:
             precision=settings.precision,
             clip_norm=settings.clip_norm,
             channels_last=settings.channels_last,
-            graphs=CudaGraphCache(optimizer) if settings.cuda_graphs and is_gpu(device) else None,
+            graphs=CudaGraphCache(optimizer) if captured else None,
         )
 
     def autocast(self, device: torch.device) -> torch.autocast:

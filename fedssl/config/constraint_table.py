@@ -86,8 +86,9 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "batch_size": _integer(2),
         "device": _NAME,  # those that torch has: `fedssl.machine.devices.select_device`
         "precision": _choice("fp32", "bf16"),
-        **_all(_BOOL, "channels_last", "cuda_graphs", "compile", "keep_freed_memory", "evaluate_personalized"),
+        **_all(_BOOL, "channels_last", "compile", "keep_freed_memory", "evaluate_personalized"),
         **_all(_BOOL, "measure_resources", "plan"),
+        "cuda_graphs": _optional(_BOOL),
         "gpu_augmentation": _GPU_AUGMENTATION,
         "threads": _optional(_integer(1, 1024)),  # more threads crash the process
         "wire_dtype": _choice(*WIRE_DTYPES),

@@ -176,7 +176,7 @@ class TrainingSettings:
     precision: str
     clip_norm: float | None
     channels_last: bool
-    cuda_graphs: bool
+    cuda_graphs: bool | None  # None: where possible
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,22 +5,33 @@ memory it was captured with: weights, optimizer state and learning rate keep the
 inputs are copied into static tensors.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fedssl.errors import InputError, RequestRefused
+from fedssl.machine.devices import CUDA, is_gpu
 from fedssl.views import Views
 
 WARMUP_STEPS = 3  # eager steps before capture: libraries choose kernels, the optimizer creates its state
-MAX_GRAPHS = 16  # captured kinds of steps, which differ in batch size
+MAX_GRAPHS = 32  # captured kinds of steps, which differ in batch size
+
+BUILT_IN = ("fedssl.", "strategies.")  # modules whose steps are tested to give the same numbers when captured
 
 TrainStep = Callable[[Views], Tensor]
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+
+
+class Capturable(Protocol):
+    """What runs in a step; whether it runs the same operations in every step with the same batch size."""
+
+    @property
+    def cuda_graph_safe(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -33,14 +44,14 @@ class _CapturedStep:
 class CudaGraphCache:
     """The captured steps of one method with one optimizer.
 
-    The optimizer must be fused, see `check_fused`; its learning rates become tensors. ``capture`` runs a step without
-    arguments once, and returns a function that replays it and its static result; the default is a CUDA graph.
+    The optimizer must be fused, see `captures_steps`; its learning rates become tensors. ``capture`` runs a step
+    without arguments once, and returns a function that replays it and its static result; the default is a CUDA graph.
     """
 
     def __init__(self, optimizer: Optimizer, capture: Capture | None = None) -> None:
         self._optimizer, self._capture = optimizer, capture or capture_on_gpu()
-        self._captured: OrderedDict[Hashable, _CapturedStep] = OrderedDict()
-        self._done: Counter[Hashable] = Counter()
+        self._captured: dict[Hashable, _CapturedStep] = {}
+        self._done: Counter[Hashable] = Counter()  # steps of every kind
         self._trained: list[bool] = []
         for group in optimizer.param_groups:
             group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
@@ -72,33 +83,71 @@ class CudaGraphCache:
         tensors = inputs.tensors()
         kind = (constants, *((x.shape, x.dtype) for x in tensors))
         captured = self._captured.get(kind)
+        self._done[kind] += 1
         if captured is None:
-            self._done[kind] += 1
-            if self._done[kind] <= WARMUP_STEPS:
+            if self._done[kind] <= WARMUP_STEPS or not self._make_room(kind):
                 return step(inputs)
             static = inputs.with_tensors([x.clone() for x in tensors])
-            captured = _CapturedStep(static, *self._capture(lambda: step(static)))
-            self._captured[kind] = captured
-            if len(self._captured) > MAX_GRAPHS:
-                self._captured.popitem(last=False)
+            captured = self._captured[kind] = _CapturedStep(static, *self._capture(lambda: step(static)))
             return captured.result
-        self._captured.move_to_end(kind)
         for static_input, x in zip(captured.inputs.tensors(), tensors, strict=True):
             static_input.copy_(x)
         captured.replay()
         return captured.result
 
+    def _make_room(self, kind: Hashable) -> bool:
+        """Return whether a kind of step can be captured, if need be instead of one that is half as frequent."""
+        if len(self._captured) < MAX_GRAPHS:
+            return True
+        rarest = min(self._captured, key=self._done.__getitem__)
+        if self._done[kind] <= 2 * self._done[rarest]:  # else kinds of equal frequency would replace each other
+            return False
+        del self._captured[rarest]
+        return True
 
-def check_fused(optimizer: Optimizer) -> None:
-    """Reject, by an `InputError`, an optimizer whose step cannot be captured or whose initial state is not zero."""
-    for group in optimizer.param_groups:
-        if not group.get("fused"):
-            raise InputError("cuda_graphs=true needs optimizer.fused=true, because only fused steps can be captured")
-        if group.get("dampening"):
-            raise InputError(
-                f"optimizer.dampening={group['dampening']} makes the first step differ from the others, which "
-                "cuda_graphs=true does not support; set optimizer.dampening=0 or cuda_graphs=false"
-            )
+
+def captures_steps(
+    wanted: bool | None, optimizer: Mapping[str, Any], parts: Sequence[Capturable], device: torch.device
+) -> bool:
+    """Return whether the training steps on a device are captured.
+
+    Parameters
+    ----------
+    wanted : bool or None
+        None captures them on devices with CUDA or ROCm if they can be captured and the parts are built in, because a
+        plugin may depend on a number of Python that a captured step would not update.
+    optimizer : mapping
+        Settings of the optimizer, which must support ``fused`` for capture.
+    parts : sequence
+        Method and regularizer.
+
+    Raises
+    ------
+    InputError
+        If ``wanted`` is true and the steps cannot be captured.
+    """
+    reason = _reason_against(optimizer, parts)
+    if wanted and reason:
+        raise InputError(reason)
+    if wanted is None:
+        built_in = all(type(part).__module__.startswith(BUILT_IN) for part in parts)
+        wanted = device.type == CUDA and built_in and reason is None
+    return wanted and is_gpu(device)
+
+
+def _reason_against(optimizer: Mapping[str, Any], parts: Sequence[Capturable]) -> str | None:
+    if optimizer.get("fused", False) is False:
+        return "cuda_graphs=true needs optimizer.fused=true or null, because only fused steps can be captured"
+    if optimizer.get("dampening"):
+        return (
+            f"optimizer.dampening={optimizer['dampening']} makes the first step differ from the others, which "
+            "cuda_graphs=true does not support; set optimizer.dampening=0 or cuda_graphs=false"
+        )
+    for part in parts:
+        if not part.cuda_graph_safe:
+            name = type(part).__name__
+            return f"cuda_graphs=true but the steps of {name} differ with these settings; set cuda_graphs=false"
+    return None
 
 
 def capture_on_gpu() -> Capture:

@@ -10,22 +10,27 @@ from fedssl.config.load import compose
 from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.machine import cuda_graphs
-from fedssl.machine.cuda_graphs import CudaGraphCache
+from fedssl.machine.cuda_graphs import CudaGraphCache, captures_steps
 from fedssl.methods.base import build_method
 from fedssl.methods.simclr import SimCLR
 from fedssl.regularizers import fur
+from fedssl.regularizers.base import Regularizer
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import seed_torch, torch_generator
 from fedssl.training import LocalTrainer, train
 from tests.cases import some
 from tests.federation import Federation
 from tests.gpu_stand_in import treat_cpu_as_gpu
-from tests.methods import CASES, METHODS, overrides_of
+from tests.methods import METHODS, overrides_of
 from tests.recording import Recorder
 
 # 2^-10 is the same number in float32, in which recorded steps read it.
 SMALL = ["dataset=digits", "encoder.width=4", "batch_size=8", "local_epochs=2", "optimizer.fused=true"]
 SMALL += ["optimizer.lr=0.0009765625", "threads=1"]
+
+
+GPU_SETTINGS = ["optimizer=adamw", "optimizer=adam", "clip_norm=0.01", "precision=bf16", "gpu_augmentation=triton"]
+GPU_SETTINGS += [f"regularizer={name}" for name in ("prox", "fur", "decorr", "alignment", "l2_sp")]
 
 
 class Client:
@@ -55,6 +60,10 @@ class Client:
             )
             self.method.end_round()
         self.rounds += 1
+
+    def views(self):
+        images = torch.zeros(4, 1, 8, 8, dtype=torch.uint8)
+        return self.training.augment(images, torch_generator(0, "views"))
 
     def is_like(self, other):
         mine, theirs = self.method.state_dict(), other.method.state_dict()
@@ -114,8 +123,20 @@ def test_batches_of_another_size_are_captured_by_themselves(monkeypatch):
     assert recorded.is_like(plain)
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 1)
     recorded, recorder, plain = both_ways(num_images=25)
-    assert recorder.recorded == 3  # the 6, which made room for the 7 of the last epoch, and the 6 again
+    assert (recorder.recorded, recorder.replayed) == (1, 8)  # the 6; the 7 is not twice as frequent
     assert recorded.is_like(plain)
+
+
+def test_a_kind_twice_as_frequent_replaces_another(monkeypatch):
+    """With room for one: A is captured in its 4th step, B in its 9th, which is the first above twice 4."""
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 1)
+    recorder = Recorder()
+    client = Client(record=recorder)
+    captured_at = []
+    for kind in ["A"] * 4 + ["B"] * 10 + ["A"]:
+        client.training.graphs.run(lambda views: views[0].images.sum(), client.views(), constants=kind)
+        captured_at.append(recorder.recorded)
+    assert captured_at == [0, 0, 0, 1, *[1] * 8, 2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +189,7 @@ def test_prototypes_frozen_in_round_one_are_captured_anew():
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["optimizer.fused=null"], r"cuda_graphs=true needs optimizer\.fused=true"),
+        (["optimizer.fused=false"], r"cuda_graphs=true needs optimizer\.fused=true or null"),
         (
             ["+optimizer.dampening=0.1"],
             r"dampening=0\.1 .*; set optimizer\.dampening=0 or cuda_graphs=false",
@@ -181,6 +202,38 @@ def test_what_cannot_be_captured_is_refused_on_every_machine(overrides, sentence
     with pytest.raises(InputError, match=sentence):
         Client("cuda_graphs=true", *overrides)
     Client(*overrides)
+
+
+class Plugin:
+    cuda_graph_safe = True
+
+
+@pytest.mark.parametrize(
+    ("wanted", "optimizer", "device", "safe", "expected"),
+    [
+        (None, {"fused": None}, "cuda", True, True),
+        (None, {"fused": True, "dampening": 0}, "cuda", True, True),
+        (None, {"fused": None}, "cpu", True, False),
+        (None, {"fused": None}, "mps", True, False),
+        (None, {"fused": False}, "cuda", True, False),
+        (None, {}, "cuda", True, False),  # an optimizer without fused steps
+        (None, {"fused": None, "dampening": 0.1}, "cuda", True, False),
+        (None, {"fused": None}, "cuda", False, False),
+        (False, {"fused": None}, "cuda", True, False),
+        (True, {"fused": None}, "cuda", True, True),
+        (True, {"fused": None}, "cpu", True, False),
+    ],
+)
+def test_where_steps_are_captured_by_default(wanted, optimizer, device, safe, expected):
+    part = Regularizer()
+    part.cuda_graph_safe = safe
+    assert captures_steps(wanted, optimizer, [part], torch.device(device)) == expected
+
+
+def test_plugins_are_captured_on_request_only():
+    cuda = torch.device("cuda")
+    assert not captures_steps(None, {"fused": None}, [Plugin()], cuda)
+    assert captures_steps(True, {"fused": None}, [Plugin()], cuda)
 
 
 def test_reading_a_number_off_the_device_ends_the_recording():
@@ -208,12 +261,13 @@ def test_a_run_whose_clients_record_gives_the_same_bits(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("method", CASES)
-def test_a_gpu_records_its_steps(method):
+@pytest.mark.parametrize("chosen", [*GPU_SETTINGS, *(f"method={name}" for name in METHODS)])
+def test_a_gpu_records_its_steps(chosen):
     """Kernels of a GPU need not add in the same order in every step, so numbers are near, not equal."""
     results = []
-    for overrides in (["cuda_graphs=true"], []):
-        settings = compose([*SMALL, *overrides_of(method), *overrides])
+    of_method = overrides_of(chosen.removeprefix("method=")) if chosen.startswith("method=") else []
+    for overrides in ([], ["cuda_graphs=false"]):
+        settings = compose([*SMALL, "optimizer.fused=null", *of_method, chosen, *overrides])
         training_on = build_method(settings.model).to("cuda")
         training = LocalTrainer.build(settings.training, training_on)
         images = torch.randint(256, (24, 1, 8, 8), dtype=torch.uint8, generator=torch_generator(0, "pictures")).cuda()
@@ -224,5 +278,7 @@ def test_a_gpu_records_its_steps(method):
         results.append(
             train(training_on, TensorImages(images), rows, training=training, generator=generator, labels=labels).loss
         )
-        assert (training.graphs is not None) == bool(overrides)
+        assert (training.graphs is None) == (
+            bool(overrides) or not (training_on.cuda_graph_safe and training.regularizer.cuda_graph_safe)
+        )
     assert results[0] == pytest.approx(results[1], rel=1e-2)
