@@ -14,7 +14,7 @@ with the same source split share one object, so that nothing is decoded twice.
 import logging
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
@@ -52,6 +52,11 @@ class ImageData:
     groups: torch.Tensor | None = None  # int64, ``(n,)``, such as patients, scenes or videos; None if unknown
     warnings: tuple[str, ...] = ()  # such as unreadable files; logged by every process that loads the images
     origin: tuple[ImageIndex, np.ndarray] | None = None  # what was read, and the rows of its images; None if unknown
+
+    def of(self, images: ImageSource, rows: torch.Tensor) -> Self:
+        """Return ``images``, which are those at ``rows``, with all that is known about them."""
+        origin = None if self.origin is None else (self.origin[0], self.origin[1][rows.numpy()])
+        return replace(self, images=images, origin=origin, **columns_at(self, rows))
 
 
 def load_split(data: DataSettings, split: Split) -> ImageData | None:
@@ -122,12 +127,9 @@ def _read_domains(data: DataSettings, source: str, is_test: bool) -> ImageData |
 
 def select(image_data: ImageData, rows: torch.Tensor) -> ImageData:
     """Return some of the images, which are not copied."""
-    columns = columns_at(image_data, rows)
-    if columns["labels"] is not None and (columns["labels"] == NO_LABEL).all():
-        columns["labels"] = None
-    origin = None if image_data.origin is None else (image_data.origin[0], image_data.origin[1][rows.numpy()])
-    images = SelectedImages(image_data.images, rows)
-    return replace(image_data, images=images, origin=origin, **columns)
+    chosen = image_data.of(SelectedImages(image_data.images, rows), rows)
+    is_labeled = chosen.labels is not None and (chosen.labels != NO_LABEL).any()
+    return chosen if is_labeled else replace(chosen, labels=None)
 
 
 @lru_cache(maxsize=4)

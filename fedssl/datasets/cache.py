@@ -39,12 +39,8 @@ log = logging.getLogger("fedssl")
 def read_images(index: ImageIndex, *, cache: str | None, storage: str) -> ImageData:
     """Return the readable images of an index. Raise an `InputError` if the disk or the memory is too small.
 
-    Parameters
-    ----------
-    cache : str or None
-        The folder of all caches, or "auto". None uses the memory of this process, as for small data sets.
-    storage : {"decoded", "encoded", "auto"}
-        "auto" decodes if decoded images exist, or if `has_room`.
+    ``cache`` is the folder of all caches, or "auto"; None uses the memory of this process, as for small data sets. The
+    ``storage`` "auto" decodes if decoded images exist, or if `has_room`.
     """
     source, stored = _read(index, cache=cache, storage=storage)
     readable = stored.readable

@@ -54,55 +54,11 @@ def read(
     cache: str | None = None,
     storage: str = "decoded",
 ) -> ImageData | None:
-    """Read one split.
+    """Read one split; None if there is no such split.
 
-    Parameters
-    ----------
-    split : str
-        Name of the split on the Hub, or in the names of folders, files, or arrays; or a word for it.
-    pages : {"auto", "first", "all", "channels"}
-        The images of files with several, see `fedssl.datasets.page_index`.
-    channels, size, background, dtype, window, percentiles
-        See `fedssl.datasets.raster.PixelSettings`.
-    limit : int or None
-        Maximum number of images; the subset is always the same.
-    path : str or None
-        A file, a folder or a pattern such as ``/data/cifar10-*.parquet``; the network is not used. None for the Hub.
-    hub : str or None
-        Name of the data set on the Hub, with the name of its subset behind a colon, if it has several.
-    image : str or None
-        Name of the column of images, or part of the name of the arrays. None for the only one.
-    label : str or None
-        Name of the column or arrays of labels, see `fedssl.datasets.labels`. None for no labels, also of folders.
-    owner : str or None
-        Name of the column with the owner of each image, as an integer or a string. None if unknown.
-    group : str or None
-        Name of the column with the group of each image, such as a patient, as an integer or a string; "folder" for the
-        folder of its file. Images of one group are on one side of the holdout. None for no groups.
-    split_column : str or None
-        Name of the column with the split of each image, if all files have it. None for none.
-    skip_missing : bool
-        Whether image files that a column names and that do not exist are a warning; otherwise they are an error.
-    folders : {"class", "owner", "owner/class", "domain", "domain/class", "none"}
-        Meaning of the subfolders, see the module. A domain is an owner.
-    split_folders : bool or "auto"
-        Whether the folders in ``path`` are splits; "auto" decides by their names. False reads the files of all splits.
-    test_fraction : float
-        Share of every class that is held out if there are labels, but no test or validation split, in [0, 1);
-        0 holds nothing out.
-    max_pixels : int
-        Maximum number of pixels of an image; larger images count as unreadable.
-    video_interval : float
-        Seconds between two frames of a video.
-    cache : str or None
-        Folder of decoded images, see `fedssl.datasets.cache`.
-    storage : {"decoded", "encoded", "auto"}
-        See `fedssl.datasets.cache.read_images`. Encoded images stay in their files.
-
-    Returns
-    -------
-    ImageData or None
-        None if there is no such split.
+    ``split`` is its name on the Hub, or in the names of folders, files, or arrays; or a word for it. ``hub`` is the
+    name of the data set on the Hub, with that of its subset behind a colon, if it has several. With a ``path`` the
+    network is not used. The other arguments are the settings of ``dataset=folder``.
     """
     check_arguments("dataset", folders=folders, split_folders=split_folders, test_fraction=test_fraction)
     check_arguments("dataset", storage=storage, pages=pages)

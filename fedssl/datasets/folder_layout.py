@@ -18,7 +18,7 @@ from itertools import chain, takewhile
 import numpy as np
 
 from fedssl.datasets.formats import FORMAT_OF, SUFFIXES, is_zarr
-from fedssl.datasets.image_index import Query
+from fedssl.datasets.image_index import Query, SequenceIndex
 from fedssl.datasets.listing import Listing, ending_of, log_once
 from fedssl.datasets.sources import Source
 from fedssl.datasets.splits import HELD_OUT, matching, split_of
@@ -26,19 +26,6 @@ from fedssl.errors import InputError, shortened
 from fedssl.safe_io import sanitize
 
 _LEVELS = {"class": ("class",), "owner": ("owner",), "owner/class": ("owner", "class"), "none": ()}
-
-
-@dataclass(frozen=True)
-class FileList:
-    """Image files with the classes and owners of their folders; see `ImageData` for the fields."""
-
-    files: list[str]
-    labels: np.ndarray | None = None
-    classes: tuple[str, ...] = ()
-    owners: np.ndarray | None = None
-    owner_names: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    shared: bool = False  # whether the images of the test are a share of these
 
 
 @dataclass(frozen=True)
@@ -56,8 +43,8 @@ class _Part:
         return set(self.names.get("class", ()))
 
 
-def list_split(source: Source, query: Query) -> FileList:
-    """List the images of a split, sorted by path; `InputError` for a split that does not exist."""
+def list_split(source: Source, query: Query) -> SequenceIndex:
+    """Return the image files of a split, sorted by path; `InputError` for a split that does not exist."""
     split, folders, test_fraction = query.split, query.folders, query.test_fraction
     listing = source.listing
     base, names = _find_splits(listing, query.split_folders, descend=folders in ("class", "none"))
@@ -73,7 +60,7 @@ def list_split(source: Source, query: Query) -> FileList:
     train, held_out = matching("train", parts), [name for kind in HELD_OUT for name in matching(kind, parts)]
     chosen = _test_folders(below, parts, classes) if split == "test" else matching(split, parts)
     if train and not held_out and (split == "test" or chosen == train):
-        return replace(_file_list(_joined(parts, train), classes, warnings), shared=True)
+        return replace(_index(query, _joined(parts, train), classes, warnings), shared=True)
     if not chosen:
         others = [*parts, *(["test (a share of it)"] if train and not held_out else [])]
         raise InputError(
@@ -88,7 +75,7 @@ def list_split(source: Source, query: Query) -> FileList:
     part = _joined(parts, chosen)
     if train and chosen != train:
         warnings += _compared(part, _joined(parts, train), classes)
-    return _file_list(part, classes, warnings)
+    return _index(query, part, classes, warnings)
 
 
 def _inner_splits(listing: Listing) -> tuple[str, ...]:
@@ -283,17 +270,24 @@ def _compared(part: _Part, train: _Part, classes: Sequence[str]) -> tuple[str, .
     return (line,) if shared else ()
 
 
-def _file_list(part: _Part, classes: tuple[str, ...], warnings: tuple[str, ...]) -> FileList:
-    """Return the images with the numbers of their classes and owners."""
+def _index(query: Query, part: _Part, classes: tuple[str, ...], warnings: tuple[str, ...]) -> SequenceIndex:
+    """Return the images with the numbers of their classes, unless no labels are wanted, and of their owners."""
     class_names, owners = part.names.get("class"), part.names.get("owner")
     owner_names = tuple(sorted(set(owners or ())))
-    return FileList(
-        part.files,
-        None if class_names is None or not classes else _numbered(class_names, classes),
-        classes if class_names is not None else (),
-        None if owners is None else _numbered(owners, owner_names),
-        owner_names,
-        warnings,
+    classes = () if class_names is None or query.label is None else classes
+    return SequenceIndex(
+        name=query.name,
+        count=len(part.files),
+        decoding=query.decoding,
+        files=part.files,
+        num_in_files=len(part.files),
+        key={"reader": "folder"},
+        images=part.files,
+        labels=None if class_names is None or not classes else _numbered(class_names, classes),
+        classes=classes,
+        owners=None if owners is None else _numbered(owners, owner_names),
+        owner_names=owner_names,
+        warnings=warnings,
     )
 
 

@@ -15,12 +15,7 @@ from fedssl.errors import InputError, shortened
 def domain_rows(owners: Tensor | None, names: Sequence[str], chosen: Sequence[str], *, held_out: bool) -> np.ndarray:
     """Return the sorted indices of images of the ``chosen`` domains if ``held_out``, else of the others.
 
-    Parameters
-    ----------
-    owners : Tensor or None
-        Domain of each image, int64, ``(n,)``; None if unknown.
-    names : sequence of str
-        ``names[owner]``.
+    ``owners`` are the domains of all images, int64, ``(n,)``, with the names ``names[owner]``; None if unknown.
     """
     setting = f"dataset.held_out={','.join(chosen)}"
     if owners is None:

@@ -148,14 +148,7 @@ class MappedImages(TensorImages):
 class EncodedImages(ImageSource):
     """Encoded images that are decoded when they are used, by a pool of threads.
 
-    Parameters
-    ----------
-    records : sequence of bytes or paths
-        Encoded images, or their files.
-    rows : ndarray
-        Indices of the readable records, int64, ``(n,)``.
-    decoding : Decoding
-        Makes their pixels; its ``pixel_dtype`` is known.
+    ``rows`` are the indices of the readable ``records``, int64, ``(n,)``. The dtype of ``decoding`` is known.
     """
 
     def __init__(self, records: Sequence[Encoded], rows: np.ndarray, decoding: Decoding) -> None:

@@ -116,25 +116,12 @@ def _index_files(source: Source, query: Query) -> SequenceIndex:
             f"dataset.owner={query.owner} is a column, but {source.path} holds image files; set dataset.owner=null, "
             "and dataset.folders=owner if its subfolders are owners"
         )
-    found = list_split(source, query)
-    groups: dict[str, Any] = {}
+    index = list_split(source, query)
     if query.group == FOLDER:
-        groups = grouped_by_folder(found.files, Path(source.listing.root))
+        index = replace(index, **grouped_by_folder(index.files, Path(source.listing.root)))
     elif query.group is not None:
         raise InputError(
             f"dataset.group={query.group} is a column, but {source.path} holds image files; set dataset.group=folder "
             f"if the images of a folder are a group, or dataset.path to a CSV file with columns path and {query.group}"
         )
-    if query.label is None:
-        found = replace(found, labels=None, classes=())
-    index = SequenceIndex(
-        name=query.name,
-        count=len(found.files),
-        decoding=query.decoding,
-        num_in_files=len(found.files),
-        key={"reader": "folder"},
-        images=found.files,
-        **groups,
-        **vars(found),
-    )
-    return with_pages(index, found.files, query.pages)
+    return with_pages(index, index.files, query.pages)

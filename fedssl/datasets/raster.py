@@ -31,27 +31,14 @@ _LUMA = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R 601, as Pillow's
 
 @dataclass(frozen=True, kw_only=True)
 class PixelSettings:
-    """Settings on which the pixels of an image depend; of the data set's settings with these names.
-
-    Attributes
-    ----------
-    channels, size : int
-        Number of channels, and height and width in pixels.
-    dtype : {"auto", "uint8", "uint16", "float32"}
-        That of the pixels; "auto" for the narrowest that keeps the values of an image.
-    background : int
-        Gray value behind transparent pixels, from 0 (black) to 255 (white).
-    window : sequence of float or None
-        The lowest and the highest value of images with more than 8 bits, beyond which they are black or white.
-    percentiles : sequence of float or None
-        Two numbers in [0, 100]: the window has these percentiles of the values of each file. None, as for ``window``,
-        for the window of the file, or the range of its format.
-    """
+    """Settings on which the pixels of an image depend; the data set's settings with these names."""
 
     channels: int
-    size: int
-    dtype: str = "auto"
+    size: int  # height and width in pixels
+    dtype: str = "auto"  # or one of `MAXIMA`; "auto" for the narrowest that keeps the values of an image
     background: int = BACKGROUND
+    # Values of black and white of images with more than 8 bits, or their percentiles in each file. None for the window
+    # of the file, or the range of its format.
     window: Sequence[float] | None = None
     percentiles: Sequence[float] | None = None
 
@@ -67,44 +54,19 @@ class PixelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Raster:
-    """An image with more than 8 bits or other than 1 or 3 channels, before it is scaled.
+    """An image with more than 8 bits or other than 1 or 3 channels, before it is scaled."""
 
-    Attributes
-    ----------
-    shape : tuple
-        Height, width and number of channels.
-    load : callable
-        Returns the values, ``(height, width)`` or ``(height, width, channels)``.
-    limits : tuple of float or None
-        Values of black and white by the image's format; None if it has none.
-    is_window : bool
-        Whether ``limits`` are a window of the file, beyond which there are values.
-    is_wide : bool
-        Whether the values of this format usually exceed the window that a user sets.
-    is_fixed : bool
-        Whether ``limits`` are the file's own maximum, which no setting replaces.
-    white_is_zero : bool
-        Whether black and white are interchanged.
-    transparent : float or None
-        Value of transparent pixels.
-    has_alpha : bool
-        Whether the last channel is opacity, for 1 or 3 channels of the settings.
-    dtype : str or None
-        The narrowest dtype of `MAXIMA` that keeps the scaled values; None for that of the values.
-    file_percentiles : callable or None
-        Returns two percentiles of the file that the image is a page of; None: `percentiles_of` its own values.
-    """
-
-    shape: tuple[int, int, int]
-    load: Callable[[], np.ndarray]
-    limits: tuple[float, float] | None = None
-    is_window: bool = False
-    is_wide: bool = False
-    is_fixed: bool = False
-    white_is_zero: bool = False
-    transparent: float | None = None
-    has_alpha: bool = False
-    dtype: str | None = None
+    shape: tuple[int, int, int]  # height, width and number of channels
+    load: Callable[[], np.ndarray]  # returns the values, ``(height, width)`` or ``(height, width, channels)``
+    limits: tuple[float, float] | None = None  # values of black and white by the image's format; None if it has none
+    is_window: bool = False  # whether ``limits`` are a window of the file, beyond which there are values
+    is_wide: bool = False  # whether the values of this format usually exceed the window that a user sets
+    is_fixed: bool = False  # whether ``limits`` are the file's own maximum, which no setting replaces
+    white_is_zero: bool = False  # whether black and white are interchanged
+    transparent: float | None = None  # value of transparent pixels
+    has_alpha: bool = False  # whether the last channel is opacity, for 1 or 3 channels of the settings
+    dtype: str | None = None  # the narrowest of `MAXIMA` that keeps the scaled values; None for that of the values
+    # Returns two percentiles of the file that the image is a page of; None: `percentiles_of` its own values.
     file_percentiles: Callable[[tuple[float, float]], tuple[float, float]] | None = None
 
 

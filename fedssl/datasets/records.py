@@ -5,7 +5,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any
 
 import numpy as np
 
@@ -25,28 +25,16 @@ class RecordSequence(Sequence[bytes], ABC):
     def read(self, index: int) -> bytes:
         """Read an encoded image."""
 
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[bytes]: ...
-    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        if isinstance(index, slice):
-            return [self.read(position) for position in range(*index.indices(len(self)))]
-        return self.read(index)
+    def __getitem__(self, index: Any) -> Any:
+        return [self.read(row) for row in range(len(self))[index]] if isinstance(index, slice) else self.read(index)
 
 
 class FileRecords(RecordSequence):
     """Byte strings in files, read when they are used.
 
     The files stay open, so that a replaced file does not change them. Reading, in place of a mapping, returns an error
-    where a mapped file that was cut would end the process.
-
-    Parameters
-    ----------
-    files : sequence of Path
-        The files.
-    file_numbers, offsets, lengths : ndarray
-        For each record: the index of its file, its first byte and its number of bytes; integers, ``(n,)``.
+    where a mapped file that was cut would end the process. ``file_numbers``, ``offsets`` and ``lengths``, ``(n,)``, are
+    the index of each record's file, its first byte and its number of bytes.
     """
 
     def __init__(

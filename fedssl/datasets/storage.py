@@ -77,19 +77,12 @@ def check_memory(needed: int, what: str, remedy: str) -> None:
 
 
 class Storage(ABC):
-    """The images of an index, decoded or not; in memory without a folder.
-
-    Attributes
-    ----------
-    done : int
-        Number of images, from the first, that are decoded or unreadable.
-    unreadable : dict
-        Index of every unreadable image to the reason, sorted.
-    """
+    """The images of an index, decoded or not; in memory without a folder."""
 
     def __init__(self, index: ImageIndex, folder: Path | None) -> None:
         self.index, self.count, self.folder = index, index.count, folder
-        self.done, self.unreadable = 0, dict[int, str]()
+        self.done = 0  # number of images, from the first, that are decoded or unreadable
+        self.unreadable = dict[int, str]()  # sorted indices of unreadable images, with the reasons
 
     @property
     def readable(self) -> np.ndarray:

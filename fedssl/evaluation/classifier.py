@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from fedssl.augmentation import Augmentation
 from fedssl.augmentation.augmentation import check_color
 from fedssl.augmentation.recipe import RGB, read_view
-from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.evaluation.features import accuracy
 from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
@@ -52,21 +51,7 @@ def warmup_cosine(optimizer: Optimizer, *, epochs: int, warmup: int) -> LRSchedu
 
 @dataclass(kw_only=True, eq=False)
 class ClassifierTraining(EvaluationProtocol):
-    """Evaluation protocol that trains a classifier.
-
-    Attributes
-    ----------
-    name : str
-        Name of the results.
-    shares : sequence of float
-        Shares of the labels of every class; one result for each.
-    optimizer : callable
-        Makes the optimizer of parameter groups.
-    lr_schedule : callable or None
-        Makes the learning rate scheduler, which steps after every epoch. None keeps the learning rates.
-    transform, view
-        Augmentation, as in `AugmentedViews`.
-    """
+    """Evaluation protocol that trains a classifier."""
 
     trains_network = True
     title: ClassVar[str]  # in error messages
@@ -75,14 +60,14 @@ class ClassifierTraining(EvaluationProtocol):
     shares: Sequence[float]
     epochs: int
     batch_size: int
-    optimizer: MakeOptimizer
-    lr_schedule: MakeSchedule | None
-    transform: Transform | None
+    optimizer: MakeOptimizer  # of parameter groups
+    lr_schedule: MakeSchedule | None  # steps after every epoch; None keeps the learning rates
+    transform: Transform | None  # these two as in `AugmentedViews`
     view: Mapping[str, Any]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.shares = tuple(self.shares)
-        check_arguments("evaluation", shares=self.shares, epochs=self.epochs, batch_size=self.batch_size)
         if not self.shares:
             raise InputError(f"shares=[] of {self.title} must have at least one share of the labels, e.g. [0.1,1.0]")
         read_view(self.view, name="view")

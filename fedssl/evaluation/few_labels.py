@@ -11,13 +11,12 @@ labels are not used). Scaling each feature separately, as in the full probe, cos
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.evaluation.features import Features, accuracy
 from fedssl.evaluation.linear_probe import softmax_regression
@@ -36,6 +35,7 @@ def center_and_scale(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
     return train / scale, test / scale
 
 
+@dataclass(kw_only=True, eq=False)
 class FewLabels(EvaluationProtocol):
     r"""Accuracy as ``linear_<n>_per_class`` and ``linear_<share>_percent``, means over draws with standard deviations.
 
@@ -46,39 +46,23 @@ class FewLabels(EvaluationProtocol):
     $$
 
     with $h_i$ the representation of image i, and $B_d$ the images of draw d: a number per class, or $\max(1,
-    \operatorname{round}(r \, n_c))$ of the $n_c$ of every class for a share r.
-
-    Parameters
-    ----------
-    labels_per_class : sequence of int
-        Numbers of labeled images per class; one result for each, left out if a class has fewer images.
-    shares : sequence of float
-        Shares of the labels of every class, at least one image of each; one result for each.
-    draws : int
-        Number of draws of labeled images; 1 gives no standard deviation.
-    l2 : float
-        Penalty on the weights, for features of mean squared length 1. It was chosen on raw pixels and untrained
-        encoders (digits, CIFAR-10), whose accuracies change by at most about a point between 1e-3 and 1e-4.
-    max_iterations : int
-        Maximum number of L-BFGS iterations.
+    \operatorname{round}(r \, n_c))$ of the $n_c$ of every class for a share r. A number is left out if a class has
+    fewer images. One draw gives no standard deviation. The default ``l2`` was chosen on raw pixels and untrained
+    encoders (digits, CIFAR-10), whose accuracies change by at most about a point between 1e-3 and 1e-4.
     """
 
-    def __init__(
-        self,
-        *,
-        labels_per_class: Sequence[int] = (2, 5),
-        shares: Sequence[float] = (),
-        draws: int = 10,
-        l2: float = 1e-3,
-        max_iterations: int = 300,
-    ) -> None:
-        check_arguments("evaluation", labels_per_class=labels_per_class, shares=shares, draws=draws)
-        check_arguments("evaluation", l2=l2, max_iterations=max_iterations)
-        if not labels_per_class and not shares:
+    labels_per_class: Sequence[int] = (2, 5)
+    shares: Sequence[float] = ()
+    draws: int = 10
+    l2: float = 1e-3
+    max_iterations: int = 300
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.labels_per_class and not self.shares:
             raise InputError("labels_per_class=[] and shares=[] give no result; set one of them, e.g. shares=[0.1]")
-        self.draws, self.l2, self.max_iterations = draws, l2, max_iterations
-        self._numbers = {f"linear_{number}_per_class": number for number in labels_per_class}
-        self._shares = {f"linear_{100 * share:g}_percent": share for share in shares}
+        self._numbers = {f"linear_{number}_per_class": number for number in self.labels_per_class}
+        self._shares = {f"linear_{100 * share:g}_percent": share for share in self.shares}
 
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
         data, left_out = evaluation_input.features, self.left_out(evaluation_input)

@@ -14,7 +14,6 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fedssl.config.constraints import check_arguments
 from fedssl.evaluation.classifier import ClassifierTraining, SeedPath, make_classifier, predict
 from fedssl.evaluation.protocol import EvaluationInput
 from fedssl.evaluation.scores import Score
@@ -42,10 +41,6 @@ class FineTune(ClassifierTraining):
     draws: int
     encoder_lr: float
     head_lr: float
-
-    def __post_init__(self) -> None:
-        check_arguments("evaluation", draws=self.draws, encoder_lr=self.encoder_lr, head_lr=self.head_lr)
-        super().__post_init__()
 
     @property
     def group_settings(self) -> Sequence[Mapping[str, float]]:

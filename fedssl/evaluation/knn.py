@@ -5,11 +5,12 @@ vote for their class with weight exp(cosine / temperature). EasyFL, FedU2, Dec-S
 k = 200 and temperature 0.1. EasyFL applies it to the projection, this module to the representation.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedssl.config.constraints import check_arguments
 from fedssl.evaluation.features import Features, accuracy
 from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
 from fedssl.evaluation.scores import ACCURACY, Score
@@ -37,6 +38,7 @@ def knn_predict(features: Features, *, k: int, temperature: float) -> Tensor:
     return torch.cat(predictions)
 
 
+@dataclass(kw_only=True, eq=False)
 class KNN(EvaluationProtocol):
     r"""Accuracy of `knn_predict` as ``knn``.
 
@@ -49,9 +51,8 @@ class KNN(EvaluationProtocol):
     classes.
     """
 
-    def __init__(self, *, k: int = 200, temperature: float = 0.1) -> None:
-        check_arguments("evaluation", k=k, temperature=temperature)
-        self.k, self.temperature = k, temperature
+    k: int = 200
+    temperature: float = 0.1
 
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
         features = evaluation_input.features

@@ -8,13 +8,13 @@ all equal cannot be learned: all test images get the same score, and its average
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError, shortened
 from fedssl.evaluation.linear_probe import fit_linear, standardize
 from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
@@ -45,6 +45,7 @@ def label_scores(train: Tensor, labels: Tensor, test: Tensor, *, l2: float, max_
     return logits
 
 
+@dataclass(kw_only=True, eq=False)
 class MultiLabel(EvaluationProtocol):
     r"""Mean average precision as ``multi_label_map``; the classes' own are parts of the score.
 
@@ -56,29 +57,14 @@ class MultiLabel(EvaluationProtocol):
 
     with $x_i$ the standardized representation of image i, $K_c$ the training images whose label $y_{ic}$ is known, and
     $P_n$, $R_n$ precision and recall of class c at the n-th highest of its different scores.
-
-    Parameters
-    ----------
-    columns, file
-        See `fedssl.evaluation.targets.read_targets`.
-    l2 : float
-        Penalty on the weights.
-    max_iterations : int
-        Maximum number of L-BFGS iterations.
     """
 
     needs_labels = False
 
-    def __init__(
-        self,
-        *,
-        columns: Sequence[str] | None = None,
-        file: str | None = None,
-        l2: float = 1e-4,
-        max_iterations: int = 300,
-    ) -> None:
-        check_arguments("evaluation", columns=columns, file=file, l2=l2, max_iterations=max_iterations)
-        self.columns, self.file, self.l2, self.max_iterations = columns, file, l2, max_iterations
+    columns: Sequence[str] | None = None
+    file: str | None = None
+    l2: float = 1e-4
+    max_iterations: int = 300
 
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
         from sklearn.metrics import average_precision_score  # slow import

@@ -6,14 +6,13 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedssl.config.constraints import check_arguments, find_constraint
 from fedssl.config.settings import DataSettings
-from fedssl.datasets.base import Split, load_split, source_split
+from fedssl.datasets.base import ImageData, Split, load_split, source_split
 from fedssl.datasets.holdout import NO_LABEL
-from fedssl.datasets.image_index import ImageIndex, columns_at
 from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError, shortened
 from fedssl.evaluation.features import Features, extract, pixels
@@ -32,15 +31,10 @@ log = logging.getLogger("fedssl")
 
 
 @dataclass(frozen=True, eq=False)
-class LabeledImages:
+class LabeledImages(ImageData):
     """Images ``(n, channels, height, width)`` with labels, int64 ``(n,)``; `NO_LABEL` if no label is needed."""
 
-    images: ImageSource
     labels: Tensor
-    classes: tuple[str, ...] = ()  # ``classes[label]``; empty if unknown
-    owners: Tensor | None = None  # as in `fedssl.datasets.base.ImageData`
-    owner_names: tuple[str, ...] = ()
-    origin: tuple[ImageIndex, np.ndarray] | None = None  # what was read, and the rows of these images; None if unknown
 
     def class_name(self, label: int) -> str:
         """Return the name of a class for a message, or its number if it has no name."""
@@ -48,8 +42,7 @@ class LabeledImages:
 
     def subset(self, rows: Tensor) -> "LabeledImages":
         """Return the images at ``rows``, int64, with their labels."""
-        origin = None if self.origin is None else (self.origin[0], self.origin[1][rows.numpy()])
-        return replace(self, images=self.images.subset(rows), origin=origin, **columns_at(self, rows))
+        return self.of(self.images.subset(rows), rows)
 
     def domains(self) -> dict[str, Tensor]:
         """Return the rows of each domain by its name, if there are several and at most `MAX_DOMAINS`."""
@@ -197,14 +190,7 @@ def load_labeled(data: DataSettings, split: Split, *, needs_labels: bool = True)
     if image_data is None or (needs_labels and image_data.labels is None):
         return None
     labels = torch.full((len(image_data.images),), NO_LABEL) if image_data.labels is None else image_data.labels
-    images = LabeledImages(
-        image_data.images,
-        labels,
-        image_data.classes,
-        image_data.owners,
-        image_data.owner_names,
-        image_data.origin,
-    )
+    images = LabeledImages(**vars(image_data) | {"labels": labels})
     rows = (labels != NO_LABEL).nonzero().flatten()
     return images if not needs_labels or len(rows) == len(labels) else images.subset(rows)
 
@@ -215,21 +201,18 @@ class EvaluationProtocol(ABC):
     A result is a `Score`, or a plain number, which is an accuracy in [0, 1]. Random draws depend on ``seed`` and the
     labels only, so that representations are compared on the same draws. A protocol that cannot evaluate raw pixels
     returns no result for them.
-
-    Attributes
-    ----------
-    trains_network : bool
-        Whether it runs or trains a network by itself. Such a protocol uses torch's random generator and memory of the
-        GPU, so it is not run beside training.
-    uses_features : bool
-        Whether it uses `EvaluationInput.features`. Their memory is checked before the first round.
-    needs_labels : bool
-        Whether it uses `LabeledImages.labels`. Images without a label are evaluated otherwise.
     """
 
+    # Whether it runs or trains a network by itself. Such a protocol uses torch's random generator and memory of the
+    # GPU, so it is not run beside training.
     trains_network: bool = False
-    uses_features: bool = True
-    needs_labels: bool = True
+    uses_features: bool = True  # `EvaluationInput.features`, whose memory is checked before the first round
+    needs_labels: bool = True  # `LabeledImages.labels`; images without a label are evaluated otherwise
+
+    def __post_init__(self) -> None:
+        """Validate the settings, which are the fields of a protocol that is a dataclass."""
+        settings = {name: value for name, value in vars(self).items() if not callable(value)}
+        check_arguments("evaluation", **{key: settings[key] for key in settings if find_constraint("evaluation", key)})
 
     @abstractmethod
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> Mapping[str, Score | float]:

@@ -10,11 +10,11 @@ test, has no result.
 import logging
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError, shortened
 from fedssl.evaluation.linear_probe import standardize
 from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
@@ -41,6 +41,7 @@ def ridge_predictions(train: Tensor, target: Tensor, test: Tensor, *, l2: float)
     return predictions
 
 
+@dataclass(kw_only=True, eq=False)
 class Regression(EvaluationProtocol):
     r"""R2, mean absolute error and Spearman's correlation as ``regression_r2``, ``_mae`` and ``_spearman``.
 
@@ -52,20 +53,13 @@ class Regression(EvaluationProtocol):
 
     with $x_i$ the standardized representation of image i, $y_i$ its target, $\mu$ and $\sigma$ the mean and standard
     deviation of the targets, and $y_i^*$, $\hat{y}_i$ the target of test image i and its prediction.
-
-    Parameters
-    ----------
-    columns, file
-        See `fedssl.evaluation.targets.read_targets`.
-    l2 : float
-        Penalty on the weights.
     """
 
     needs_labels = False
 
-    def __init__(self, *, columns: Sequence[str] | None = None, file: str | None = None, l2: float = 1e-3) -> None:
-        check_arguments("evaluation", columns=columns, file=file, l2=l2)
-        self.columns, self.file, self.l2 = columns, file, l2
+    columns: Sequence[str] | None = None
+    file: str | None = None
+    l2: float = 1e-3
 
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
         from scipy.stats import spearmanr  # slow imports
@@ -82,8 +76,7 @@ class Regression(EvaluationProtocol):
             values = r2_score(expected, predicted), mean_absolute_error(expected, predicted), order
             for of_result, value in zip(parts.values(), values, strict=True):
                 of_result[targets.names[number]] = float(value)
-        units = self.result_units(0)
-        return {name: Score.over_parts(of_result, units[name]) for name, of_result in parts.items() if of_result}
+        return {name: Score.over_parts(parts[name], unit) for name, unit in self.result_units(0).items() if parts[name]}
 
     def result_units(self, num_classes: int) -> dict[str, str]:
         return {"regression_r2": "", "regression_mae": ERROR, "regression_spearman": ""}

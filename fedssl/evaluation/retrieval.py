@@ -12,13 +12,13 @@ not depend on the order of the gallery, and they are low if all features are equ
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedssl.config.constraints import check_arguments
 from fedssl.datasets.listing import log_once
 from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
 from fedssl.evaluation.scores import FRACTION, Score
@@ -58,6 +58,7 @@ def _sorted(values: Tensor) -> Tensor:
     return torch.from_numpy(np.sort(values.numpy(), axis=1))
 
 
+@dataclass(kw_only=True, eq=False)
 class Retrieval(EvaluationProtocol):
     r"""Mean average precision as ``retrieval_map``, and ``recall_at_<k>``.
 
@@ -68,19 +69,14 @@ class Retrieval(EvaluationProtocol):
     $$
 
     with $s_{qi}$ the cosine of query q and gallery image i, and $R_q$ the gallery images of the query's class.
-
-    Parameters
-    ----------
-    gallery : {"test", "train"}
-        Images that are ranked: the test images without the query, or the training images.
-    recall_at : sequence of int
-        Numbers k of first images.
     """
 
-    def __init__(self, *, gallery: str = "test", recall_at: Sequence[int] = (1, 5, 10)) -> None:
-        check_arguments("evaluation", gallery=gallery, recall_at=recall_at)
-        self.gallery, self.recall_at = gallery, tuple(recall_at)
-        self._candidate = "other test image" if gallery == "test" else "training image"
+    gallery: str = "test"
+    recall_at: Sequence[int] = (1, 5, 10)
+
+    @property
+    def _candidate(self) -> str:
+        return "other test image" if self.gallery == "test" else "training image"
 
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
         without = int((~self._has_match(evaluation_input)).sum())

@@ -11,12 +11,12 @@ has is never predicted: its value is 0.
 """
 
 import math
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedssl.config.constraints import check_arguments
 from fedssl.datasets.image_index import ImageIndex
 from fedssl.encoders.base import Encoder
 from fedssl.encoders.tokens import TokenEncoder
@@ -78,6 +78,7 @@ def confusion(predicted: Tensor, masks: Tensor) -> Tensor:
     return torch.bincount(256 * masks.flatten().long() + predicted.flatten().long(), minlength=256**2).view(256, 256)
 
 
+@dataclass(kw_only=True, eq=False)
 class Segmentation(EvaluationProtocol):
     r"""Mean intersection over union as ``segmentation_miou``, and ``segmentation_pixel_accuracy``.
 
@@ -88,27 +89,16 @@ class Segmentation(EvaluationProtocol):
 
     with $x_i$ the standardized features of cell i of a map, $n_{ic}$ the number of its pixels of class c, and $P_c$,
     $M_c$ the pixels of all test images that are predicted as class c, and that are of it.
-
-    Parameters
-    ----------
-    masks : str
-        A folder, or a column, see `fedssl.evaluation.masks.read_masks`.
-    ignore_index : int or None
-        Class of pixels that are not used. None uses all.
-    l2 : float
-        Penalty on the weights.
-    max_iterations : int
-        Maximum number of L-BFGS iterations.
     """
 
     trains_network, uses_features, needs_labels = True, False, False
 
-    def __init__(
-        self, *, masks: str = "masks", ignore_index: int | None = 255, l2: float = 1e-4, max_iterations: int = 300
-    ) -> None:
-        check_arguments("evaluation", masks=masks, ignore_index=ignore_index, l2=l2, max_iterations=max_iterations)
-        self.masks, self.ignore_index, self.l2, self.max_iterations = masks, ignore_index, l2, max_iterations
-        self._read: dict[tuple[int, bytes], tuple[ImageIndex | None, Tensor]] = {}  # decoded once for all rounds
+    masks: str = "masks"
+    ignore_index: int | None = 255
+    l2: float = 1e-4
+    max_iterations: int = 300
+    # Decoded once for all rounds, by the images.
+    _read: dict[tuple[int, bytes], tuple[ImageIndex | None, Tensor]] = field(default_factory=dict, init=False)
 
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
         """Evaluate the encoder; raw pixels have no feature map."""
@@ -136,11 +126,7 @@ class Segmentation(EvaluationProtocol):
         pixels = torch.zeros(256, 256, dtype=torch.int64)
         for chunk, expected in zip(logits.split(_CHUNK), test.split(_CHUNK), strict=True):
             scaled = F.interpolate(chunk, expected.shape[1:], mode="bilinear")
-            used = (
-                torch.ones_like(expected, dtype=torch.bool)
-                if self.ignore_index is None
-                else expected != self.ignore_index
-            )
+            used = slice(None) if self.ignore_index is None else expected != self.ignore_index
             pixels += confusion(classes[scaled.argmax(dim=1)][used], expected[used])
         return _scores(pixels)
 

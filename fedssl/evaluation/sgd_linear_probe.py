@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedssl.config.constraints import check_arguments
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.evaluation.classifier import (
@@ -46,22 +45,14 @@ class SGDLinearProbe(ClassifierTraining):
 
     with $f_\theta$ the frozen encoder, T the augmentation, and $x_i$ the m drawn images: $\max(1,
     \operatorname{round}(r \, n_c))$ of the $n_c$ of every class for a share r.
-
-    Attributes
-    ----------
-    features : {"pooled", "map"}
-        Representations h, or the last stage's output before pooling, flattened.
-    batch_norm_epochs : int
-        Number of first epochs with batch normalization in training mode.
     """
 
     title: ClassVar[str] = "a linear probe"
 
-    features: str
+    features: str  # "pooled" for representations h, or "map" for the last stage's output before pooling, flattened
     batch_norm_epochs: int
 
     def __post_init__(self) -> None:
-        check_arguments("evaluation", features=self.features, batch_norm_epochs=self.batch_norm_epochs)
         super().__post_init__()
         self.uses_features = self.features_cacheable
 

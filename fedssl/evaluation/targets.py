@@ -46,16 +46,10 @@ class Targets:
 def read_targets(
     evaluation_input: EvaluationInput, *, columns: Sequence[str] | None, file: str | None, convert: Convert
 ) -> Targets:
-    """Read the targets of all images of an evaluation.
+    """Read the targets of all images of an evaluation, in ``columns`` of the data set, or of a CSV ``file``; None: all.
 
-    Parameters
-    ----------
-    columns : sequence of str or None
-        Names of the columns; None for all of a CSV file.
-    file : str or None
-        The CSV file; None for the columns of the data set.
-    convert : callable
-        `as_numbers` or `as_labels`: from the name and the values of a column of both splits to targets and their names.
+    ``convert``, `as_numbers` or `as_labels`, maps the name and the values of a column of both splits to targets and
+    their names.
     """
     if not columns and file is None:
         raise InputError(

@@ -33,15 +33,6 @@ class Transfer(EvaluationProtocol):
 
     with $y_i^*$ the classes of the $n_A^*$ test images of data set A, and $\hat{y}_i$ those predicted by the protocol,
     fitted on the training images of A.
-
-    Parameters
-    ----------
-    protocol : mapping
-        A choice of the group ``evaluation``.
-    datasets : mapping of str to mapping
-        Choices of the group ``dataset`` by the names in the results.
-    include_own : bool
-        Whether to evaluate also on the run's own data set, as ``<result>``.
     """
 
     def __init__(

@@ -26,14 +26,6 @@ def domain(data: PartitionInput, *, alpha: float | None, min_size: int) -> Parti
     $$
 
     with $o_i$ the domain of image i, in the order of their names.
-
-    Parameters
-    ----------
-    alpha : float or None
-        Concentration of the Dirichlet shares by which the clients of one domain divide each class. None for equal
-        numbers of images, at random.
-    min_size : int
-        Minimum number of images of a client.
     """
     check_counts(data)
     check_arguments("partition", owner="domain", alpha=alpha, min_size=min_size)

@@ -66,15 +66,6 @@ def feature_clusters(
 
     with $x_i$ the features of image i, V and $\Lambda$ the principal directions and variances, $g_i$ its cluster, and
     $p_{g,k}$ the share of cluster g for client k.
-
-    Parameters
-    ----------
-    clusters : int or None
-        From 1 to the number of images. None for the number of clients.
-    alpha, min_size, self_balancing
-        As in `dirichlet`, with clusters instead of classes.
-    encoder, components
-        As in `cluster_images`.
     """
     check_counts(data)
     check_arguments("partition", alpha=alpha, min_size=min_size, clusters=clusters, components=components)

@@ -78,12 +78,8 @@ def parameter_table(settings: PartitionSettings, *, channels: int) -> list[list[
 class ShiftedImages(SelectedImages):
     """Images of clients, changed by the parameters of their client when they are read.
 
-    Parameters
-    ----------
-    clients : Tensor
-        Client of every image of the source, int64.
-    parameters : dict
-        Those of `client_parameters`, and a last row for images of no client.
+    ``clients`` has the client of every image of the source, int64. ``parameters`` are those of `client_parameters`, and
+    a last row for images of no client.
     """
 
     def __init__(

@@ -17,14 +17,7 @@ def long_tail(labels: Tensor | None, *, imbalance: float, seed: int) -> np.ndarr
 
     with $\rho$ the ``imbalance``, and $n_0$ the largest number for which every class has enough images: all images of
     the first class, if classes are equally large. In the authors' code ``imb_factor`` is $1 / \rho$. Images without a
-    label are left out.
-
-    Parameters
-    ----------
-    labels : Tensor or None
-        Int64, ``(n,)``, ``NO_LABEL`` if unknown; None if the data set has none.
-    imbalance : float
-        Size of the first class divided by that of the last, above 1.
+    label are left out. ``labels`` are int64, ``(n,)``; None if the data set has none.
     """
     column = np.empty(0, np.int64) if labels is None else labels.numpy()
     names, available = np.unique(column[column != NO_LABEL], return_counts=True)

@@ -71,17 +71,8 @@ def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balanci
     $$
 
     with $n_c$ the images of class c, and $n_{c,k}$ those of client k. With ``self_balancing`` clients that have more
-    than n / K images of earlier classes get none, and the other shares are scaled to the sum 1.
-
-    Parameters
-    ----------
-    alpha : float
-        Above 0. A small value gives a client few classes, a large value gives all clients the same mix.
-    min_size : int
-        Minimum number of images of a client; draws with fewer are repeated (11 draws in total). 0 accepts every draw.
-    self_balancing : bool
-        Whether a client with more than ``n / num_clients`` images gets no image of the following classes. Classes
-        are divided in the order of their numbers.
+    than n / K images of earlier classes get none, and the other shares are scaled to the sum 1; classes are divided in
+    the order of their numbers. Draws with fewer than ``min_size`` images of a client are repeated (11 draws in total).
     """
     check_counts(data)
     check_arguments("partition", alpha=alpha, min_size=min_size)
@@ -152,13 +143,7 @@ def pathological(data: PartitionInput, *, classes_per_client: int) -> list[np.nd
     \text{classes of client } k: \; \{ c_{s \bmod C} : s = km, \dots, km + m - 1 \}
     $$
 
-    with $c_0, \dots, c_{C-1}$ the shuffled classes, and m the ``classes_per_client``. Holders of a class share its
-    images equally.
-
-    Parameters
-    ----------
-    classes_per_client : int
-        From 1 to the number of classes.
+    with $c_0, \dots, c_{C-1}$ the shuffled classes, and m the ``classes_per_client``.
     """
     check_counts(data)
     num_clients, seed = data.num_clients, data.seed
@@ -199,11 +184,6 @@ def skew(data: PartitionInput, *, beta: float) -> list[np.ndarray]:
     $$
 
     with $S_k$ block k of the sorted images, class after class, and $U_k$ block k of the others, shuffled.
-
-    Parameters
-    ----------
-    beta : float
-        In [0, 1]; 1 is IID, 0 gives every client a contiguous block of the class-sorted images.
     """
     check_counts(data)
     check_arguments("partition", beta=beta)
@@ -250,14 +230,8 @@ def from_file(data: PartitionInput, *, file: str | Path | None) -> list[np.ndarr
     D_k = \{ i : k_i = k \}
     $$
 
-    with $k_i$ the entry of the file for image i.
-
-    Parameters
-    ----------
-    file : str or Path
-        A CSV file with one line per image, in the order of the data set, and the column ``client``: the client's
-        number, or empty for no client. An optional column ``label``, empty for no label, must equal the labels of the
-        images. It detects other images and another order.
+    with $k_i$ the entry of the file for image i, a client's number. The column ``label`` of the CSV file may be empty
+    for images without a label; it detects other images and another order.
     """
     check_counts(data)
     num_images, num_clients = data.num_images, data.num_clients

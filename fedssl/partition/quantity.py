@@ -33,16 +33,6 @@ def quantity(
     $$
 
     with m the ``min_size``, $\sigma$ the ``spread``, and r a random order of the clients, from 1 to K.
-
-    Parameters
-    ----------
-    distribution : {"lognormal", "power_law"}
-    spread : float
-        0 for equal sizes. FedProx draws its synthetic data with 2.
-    alpha : float or None
-        Concentration of each client's mix of classes. None for images regardless of class.
-    min_size : int
-        Minimum number of images of a client.
     """
     check_counts(data)
     check_arguments(

@@ -55,13 +55,8 @@ class ImageSums:
         return cls(images=0, clients=(0,) * len(DTYPES), sums=nothing, squares=nothing, histogram=histogram)
 
     def __add__(self, other: "ImageSums") -> "ImageSums":
-        return ImageSums(
-            images=self.images + other.images,
-            clients=_added(self.clients, other.clients),
-            sums=_added(self.sums, other.sums),
-            squares=_added(self.squares, other.squares),
-            histogram=self.histogram + other.histogram,
-        )
+        added = {name: _added(vars(self)[name], vars(other)[name]) for name in ("clients", "sums", "squares")}
+        return ImageSums(images=self.images + other.images, histogram=self.histogram + other.histogram, **added)
 
     def to_limbs(self) -> np.ndarray:
         """Return all integers as limbs from 0 to 2^22 - 1, the lowest first, float64, as long as `num_limbs`."""
@@ -154,36 +149,31 @@ def sums_of(images: ImageSource, rows: torch.Tensor, *, on_step_start: Callable[
 
 def _sums_of_array(images: np.ndarray) -> ImageSums:
     """Return the sums of images, ``(n, channels, height, width)``, without counting their client."""
+    planes = images.swapaxes(0, 1).reshape(images.shape[1], -1)
+    powers = ((1, SUM_UNIT), (2, SQUARE_UNIT))
     if images.dtype.kind == "f":
-        return _sums_of_floats(images.astype(np.float64))
-    largest = int(np.iinfo(images.dtype).max)
-    values = np.arange(largest + 1)
-    planes = images.swapaxes(0, 1).reshape(images.shape[1], -1)
-    counts = np.stack([np.bincount(plane, minlength=largest + 1) for plane in planes])
-    bins = np.minimum(values * BINS // largest, BINS - 1)
-    return ImageSums(
-        images=len(images),
-        clients=(0,) * len(DTYPES),
-        sums=tuple(int(count @ values) * (SUM_UNIT // largest) for count in counts),
-        squares=tuple(int(count @ values**2) * (SQUARE_UNIT // largest**2) for count in counts),
-        histogram=np.stack([np.bincount(bins, weights=count, minlength=BINS) for count in counts]).astype(np.int64),
-    )
-
-
-def _sums_of_floats(images: np.ndarray) -> ImageSums:
-    if not 0 <= images.min() <= images.max() <= 1:  # NaN included
-        raise InputError(
-            "images have values that are not scaled to [0, 1]; set dataset.window to the lowest and the highest value"
+        if not 0 <= images.min() <= images.max() <= 1:  # NaN included
+            raise InputError(
+                "images have values that are not scaled to [0, 1]; set dataset.window to the lowest and the highest "
+                "value"
+            )
+        bins = np.minimum((planes.astype(np.float64) * BINS).astype(np.int64), BINS - 1)
+        histogram = np.stack([np.bincount(plane, minlength=BINS) for plane in bins])
+        of_images = [
+            ((images.astype(np.float64) ** power).sum(axis=(2, 3)).T * unit).tolist() for power, unit in powers
+        ]
+        sums, squares = ([sum(map(round, channel)) for channel in channels] for channels in of_images)
+    else:
+        largest = int(np.iinfo(images.dtype).max)
+        values = np.arange(largest + 1)
+        counts = np.stack([np.bincount(plane, minlength=largest + 1) for plane in planes])
+        bins = np.minimum(values * BINS // largest, BINS - 1)
+        histogram = np.stack([np.bincount(bins, weights=count, minlength=BINS) for count in counts]).astype(np.int64)
+        sums, squares = (
+            [int(count @ values**power) * (unit // largest**power) for count in counts] for power, unit in powers
         )
-    planes = images.swapaxes(0, 1).reshape(images.shape[1], -1)
-    bins = np.minimum((planes * BINS).astype(np.int64), BINS - 1)
-    sums, squares = images.sum(axis=(2, 3)).T.tolist(), (images**2).sum(axis=(2, 3)).T.tolist()
-    return ImageSums(
-        images=len(images),
-        clients=(0,) * len(DTYPES),
-        sums=tuple(sum(round(value * SUM_UNIT) for value in channel) for channel in sums),
-        squares=tuple(sum(round(value * SQUARE_UNIT) for value in channel) for channel in squares),
-        histogram=np.stack([np.bincount(plane, minlength=BINS) for plane in bins]),
+    return replace(
+        ImageSums.zero(len(planes)), images=len(images), sums=tuple(sums), squares=tuple(squares), histogram=histogram
     )
 
 
