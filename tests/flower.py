@@ -16,6 +16,7 @@ from flwr.proto.control_pb2 import ListRunsRequest
 from fedssl.config.settings import EngineSettings
 from fedssl.fleet.control import control_api
 from simulation.sandbox import ProcessSandbox, process_sandbox
+from tests.runs import read_summary
 
 CONNECTION = '[superlink]\ndefault = "private"\n\n[superlink.private]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,7 +111,7 @@ def _start_superlink(sandbox: ProcessSandbox, environment: Mapping[str, str], op
 def check_run_of_two_nodes(run: Path, log: str) -> None:
     """Assert that a run had the choices of its run config, and as many clients as the federation has nodes."""
     assert "num_clients=2, as many as the federation has nodes" in log
-    summary = json.loads((run / "summary.json").read_text())
+    summary = read_summary(run)
     assert (summary["status"], summary["rounds"]) == ("finished", 1)
     overrides = (run / "overrides.yaml").read_text().splitlines()
     assert {"- rounds=1", "- strategy='fedavg'", "- partition.alpha=0.5"} <= set(overrides)

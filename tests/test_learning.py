@@ -4,13 +4,13 @@ The rivals are raw pixels (digits), the untrained encoder (CIFAR-10), and the st
 of 0, whose batch norm has gathered running statistics of the images.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 
 from simulation.run import run
 from tests import methods
+from tests.runs import read_summary
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ ON_IMAGES = {"orchestra": ["augmentation=orchestra"]}
 def accuracy(folder: Path, metric: str, *overrides: str) -> dict[str, float]:
     """Of the global encoder after the last round and of its rivals, in %."""
     run([*overrides, f"output_dir={folder}"])
-    final = json.loads((folder / "summary.json").read_text())["final"]
+    final = read_summary(folder)["final"]
     return {whose: 100 * numbers[metric] for whose, numbers in final.items()}
 
 

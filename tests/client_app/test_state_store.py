@@ -13,6 +13,7 @@ from server_app.callbacks.checkpoints import Checkpoints
 from server_app.checkpoint import latest_checkpoint
 from simulation.grid import LocalGrid
 from simulation.run import run
+from tests.runs import SMALL, UNTESTED, model_bits
 
 LIKE = {"target.weight": torch.zeros(2)}
 SIZE = 8  # bytes of such a state
@@ -30,12 +31,6 @@ def value(found):
 def contents(folder):
     """Of all files of states."""
     return {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*.safetensors")}
-
-
-def layers(folder):
-    """Bits of the newest global model of a run."""
-    found = latest_checkpoint(folder / "checkpoints").models["global"].layers
-    return {name: array.tobytes() for name, array in found.items()}
 
 
 @pytest.fixture
@@ -105,8 +100,7 @@ def test_memory_is_bounded_and_what_makes_room_is_written_first(tmp_path, monkey
         assert read == ["0", "1"]
 
 
-RUN = ["method=byol", "strategy=fedu", "num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=45", "threads=1"]
-RUN += ["encoder.width=4", "evaluate_every=0", "final_evaluation=none", "engine=local", "measure_resources=false"]
+RUN = [*SMALL, *UNTESTED, "method=byol", "strategy=fedu", "num_clients=3", "rounds=2", "engine=local"]
 
 
 def test_a_checkpoint_finds_all_states_written(tmp_path, monkeypatch):
@@ -130,7 +124,7 @@ def test_a_checkpoint_finds_all_states_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "overrides",
-    [[], pytest.param(["strategy=per_ssl", "method=byol"], marks=pytest.mark.heavy)],
+    [[], pytest.param(["strategy=per_ssl"], marks=pytest.mark.heavy)],
 )
 def test_the_numbers_are_those_of_files_alone(tmp_path, monkeypatch, overrides):
     """States in memory are what was kept, although the next client trains in the same model."""
@@ -142,7 +136,7 @@ def test_the_numbers_are_those_of_files_alone(tmp_path, monkeypatch, overrides):
 
     monkeypatch.setattr(LocalGrid, "__init__", files_alone)
     run([*RUN, *overrides, f"output_dir={tmp_path / 'two'}"])
-    assert layers(tmp_path / "one") == layers(tmp_path / "two")
+    assert model_bits(tmp_path / "one") == model_bits(tmp_path / "two")
     assert contents(tmp_path / "one") == contents(tmp_path / "two") != {}
 
 
@@ -159,4 +153,4 @@ def test_a_full_disk_ends_the_run_which_resumes(tmp_path, monkeypatch):
     assert latest_checkpoint(tmp_path / "cut" / "checkpoints").round == 1
     run([f"resume={tmp_path / 'cut'}"])
     run([*RUN, f"output_dir={tmp_path / 'all'}"])
-    assert layers(tmp_path / "cut") == layers(tmp_path / "all")
+    assert model_bits(tmp_path / "cut") == model_bits(tmp_path / "all")

@@ -1,6 +1,5 @@
 """Every experiment is a whole: it composes, says what it needs to, its commands exist, and it runs."""
 
-import json
 import re
 
 import pytest
@@ -23,6 +22,7 @@ from tests.experiments.every import (
     written,
 )
 from tests.methods import teacher_file
+from tests.runs import read_summary
 
 # What is run by default: each has a rule, a method, a schedule or an evaluation that the others have not.
 QUICK = {"dec_ssl/table2_transfer"}  # test_digests.py trains the parts of lw_fedssl
@@ -79,7 +79,7 @@ def test_an_experiment_runs(tmp_path, data, name):
     if choices["method"] == "distillation":
         overrides.append(f"teacher={teacher_file()}")
     run([*overrides, *small(config, data=data), f"output_dir={tmp_path / 'run'}"])
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = read_summary(tmp_path / "run")
     assert summary["status"] == "finished"
     assert all(0 <= value <= 1 for value in summary["final"]["federated"].values())
     assert bool(summary["final"]["federated"]) == (name != "l_dawa/figure4")

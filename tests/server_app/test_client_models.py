@@ -13,7 +13,7 @@ from server_app.checkpoint import latest_checkpoint, save_checkpoint
 from server_app.client_models import ClientModels
 from simulation.run import run
 from strategies.types import GlobalModel, ServerState
-from tests.server_app.test_resume_parts import flip
+from tests.runs import flip_bit, read_lines, read_summary
 from tests.test_digests import BASE, model_digests
 
 
@@ -64,7 +64,7 @@ def test_a_checkpoint_refers_to_the_files(tmp_path):
 def test_a_damaged_file_is_one_sentence(tmp_path):
     models = ClientModels(tmp_path, {}).updated({"0": model(1.0)}).saved(round=1, oldest_resumable=0)
     file = tmp_path / "client_models/0000/0/round-000001.pt"
-    flip(file, file.read_bytes().index(np.full(3, 1.0, np.float32).tobytes()))
+    flip_bit(file, file.read_bytes().index(np.full(3, 1.0, np.float32).tobytes()))
     with pytest.raises(RunError, match="0/round-000001.pt cannot be read .*; resume the run from an intact checkpoint"):
         models["0"]
 
@@ -78,7 +78,7 @@ def test_a_resumed_run_has_the_same_models(tmp_path, strategy):
     overrides = [*ALONE, f"strategy={strategy}"]
     run([*overrides, f"output_dir={tmp_path / 'whole'}"])
     expected = model_digests(tmp_path / "whole")
-    rows = [json.loads(line) for line in (tmp_path / "whole" / "clients.jsonl").read_text().splitlines()]
+    rows = read_lines(tmp_path / "whole" / "clients.jsonl")
     for client in range(3):
         trained = [row["round"] for row in rows if row["client"] == client]
         versions = saved_rounds(client_folder(tmp_path / "whole" / CLIENT_MODELS, client))
@@ -87,9 +87,9 @@ def test_a_resumed_run_has_the_same_models(tmp_path, strategy):
     run([*overrides, "pause_after=3", f"output_dir={folder}"])
     newest = max(folder.glob("client_models/0000/*/round-000003.pt"))
     shutil.copy(newest, newest.with_name("round-000009.pt"))  # of a run that was killed later
-    flip(newest, 700)
+    flip_bit(newest, 700)
     run([f"resume={folder}"])
     assert model_digests(folder) == expected
-    [recovery] = json.loads((folder / "summary.json").read_text())["recoveries"]
+    [recovery] = read_summary(folder)["recoveries"]
     assert "round 3 could not be used: client_models/0000/" in recovery
     assert not list(folder.glob("client_models/*/*/round-000009.pt"))

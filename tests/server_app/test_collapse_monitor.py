@@ -1,6 +1,5 @@
 """The monitor of collapse in a run: who is measured, what is recorded, and the warning."""
 
-import json
 import logging
 
 import numpy as np
@@ -16,6 +15,7 @@ from fedssl.runs.representations import read_representations
 from server_app.collapse_monitor import CollapseMonitor, summarize_health, warn_of_collapse
 from simulation.run import run
 from strategies.types import GLOBAL
+from tests.runs import read_lines
 
 TINY = ["dataset.limit=60", "encoder.width=4", "threads=1", "num_clients=3", "local_epochs=1"]
 
@@ -148,9 +148,9 @@ def folder(tmp_path_factory):
 
 
 def test_a_run_records_and_draws_it(folder):
-    rounds = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rounds = read_lines(folder / "metrics.jsonl")
     assert ["health" in line for line in rounds] == [False, True, True]
-    rows = [json.loads(line) for line in (folder / "health.jsonl").read_text().splitlines()]
+    rows = read_lines(folder / "health.jsonl")
     assert [(row["round"], row["client"]) for row in rows] == [(r, c) for r in (2, 3) for c in (None, 0, 1, 2)]
     assert [row["model"] for row in rows if row["client"] is None] == [GLOBAL, GLOBAL]
     spectrum = rows[0]["spectrum"]

@@ -4,7 +4,6 @@
 """
 
 import errno
-import json
 import os
 import shutil
 import subprocess
@@ -16,10 +15,9 @@ from fedssl.errors import InputError, RunError
 from fedssl.runs import manifest
 from server_app.checkpoint import latest_checkpoint
 from simulation.run import run
+from tests.runs import KNN, SMALL, ending, model_bits, read_lines
 
-WORDS = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=24", "dataset.test_limit=12", "encoder.width=2"]
-WORDS += ["threads=1", "method=byol", "partition=iid", "evaluate_every=1", "final_evaluation=knn", "collapse_images=6"]
-WORDS += ["measure_resources=false", "augmentation=none", "batch_size=8", "keep_checkpoints=1"]
+WORDS = [*SMALL, *KNN, "rounds=2", "method=byol", "collapse_images=6", "keep_checkpoints=1"]
 VARY = {"seconds", "client_seconds", "bytes_up", "bytes_down"}  # bytes: the name of the folder travels
 
 
@@ -65,17 +63,16 @@ def expected(tmp_path_factory):
 
 def result(folder):
     """What must be the same: bits of the model, lines without what varies, and the files there are."""
-    layers = latest_checkpoint(folder / "checkpoints").models["global"].layers
     lines = [
-        {key: value for key, value in json.loads(line).items() if key not in VARY}
+        {key: value for key, value in line.items() if key not in VARY}
         for name in manifest.JSONL_FILES
-        for line in (folder / name).read_text().splitlines()
+        for line in read_lines(folder / name)
     ]
     # Beside the newest checkpoint the one before may be left.
     files = sorted(
         str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file() and one.parent.name != "checkpoints"
     )
-    return {name: array.tobytes() for name, array in layers.items()}, lines, files
+    return model_bits(folder), lines, files
 
 
 def said_of(folder):
@@ -98,7 +95,7 @@ def go_on(folder):
     """Resume the run, or begin it where it had not begun."""
     begun = (folder / "config.yaml").exists()
     run([f"resume={folder}"] if begun else [*WORDS, f"output_dir={folder}"])
-    assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
+    assert ending(folder)[0] == "finished"
 
 
 POINTS = 60  # more than there are

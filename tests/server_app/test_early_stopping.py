@@ -1,7 +1,5 @@
 """Runs that end early: what their folder says, and how they go on."""
 
-import json
-
 import pytest
 
 from fedssl.errors import InputError
@@ -10,23 +8,11 @@ from fedssl.report.accuracy_table import run_results
 from fedssl.runs.run import find_runs
 from server_app.checkpoint import latest_checkpoint
 from simulation.run import run
+from tests.runs import KNN, SMALL, ending, model_bits, read_lines, read_summary
 
-WORDS = ["num_clients=2", "rounds=3", "local_epochs=1", "dataset.limit=24", "dataset.test_limit=12", "encoder.width=2"]
-WORDS += ["threads=1", "partition=iid", "evaluate_every=1", "final_evaluation=knn", "collapse_images=0"]
-WORDS += ["measure_resources=false", "augmentation=none", "batch_size=8", "checkpoint_every=3"]
+WORDS = [*SMALL, *KNN, "checkpoint_every=3"]
 # Nothing is more than 100 points better: the second evaluation ends the run.
 STOP = ["early_stopping.monitor=knn", "early_stopping.patience=1", "early_stopping.min_delta=1"]
-
-
-def told(folder):
-    summary = json.loads((folder / "summary.json").read_text())
-    return summary["status"], summary["rounds"], summary["reason"]
-
-
-def last(folder):
-    """Round and bits of the newest checkpoint."""
-    state = latest_checkpoint(folder / "checkpoints")
-    return state.round, {name: array.tobytes() for name, array in state.models["global"].layers.items()}
 
 
 @pytest.fixture(scope="module")
@@ -39,23 +25,22 @@ def folders(tmp_path_factory):
 
 def test_a_run_ends_early_and_goes_on(folders):
     early, reason = folders / "early", "knn did not improve by more than 1 in 1 evaluation after round 1"
-    assert told(early) == ("finished", 2, reason)
-    assert last(early)[0] == 2  # although a checkpoint was due in round 3
+    assert ending(early) == ("finished", 2, reason)
+    assert latest_checkpoint(early / "checkpoints").round == 2  # although a checkpoint was due in round 3
     assert f"early_stopping: {reason}; the run stops after round 2 of 3" in (early / "run.log").read_text()
     assert read_content(early / "encoder.pt")["metadata"]["rounds"] == 2  # that the encoder has seen
     assert (
         f"ended by early_stopping:\n\n  {early}: after 2 of 3 rounds"
         in run_results(find_runs([folders])).table().text()
     )
-    final = json.loads((early / "summary.json").read_text())["final"]["federated"]
-    rounds = [json.loads(line) for line in (early / "metrics.jsonl").read_text().splitlines()]
-    assert final == rounds[1]["evaluation"]  # of the last round, whichever was the best
-    before = last(early)
+    final = read_summary(early)["final"]["federated"]
+    assert final == read_lines(early / "metrics.jsonl")[1]["evaluation"]  # of the last round, whichever was the best
+    before = model_bits(early)
     run([f"resume={early}"])  # the rule holds still
-    assert (told(early), last(early)) == (("finished", 2, reason), before)
+    assert (ending(early), model_bits(early)) == (("finished", 2, reason), before)
     run([f"resume={early}", "early_stopping.monitor=null", "early_stopping.patience=null"])
-    assert told(early) == ("finished", 3, None)
-    assert last(early) == last(folders / "whole")
+    assert ending(early) == ("finished", 3, None)
+    assert model_bits(early) == model_bits(folders / "whole")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import json
 import shutil
 from importlib.metadata import version
 
-import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -15,11 +14,11 @@ from fedssl.errors import InputError
 from fedssl.wire.identity import NodeInfo
 from server_app import nodes
 from server_app.build import build_run
-from server_app.checkpoint import latest_checkpoint
 from server_app.nodes import discover_clients
 from simulation.grid import LocalGrid
 from simulation.run import run as simulate
 from tests.devices import Devices, context, run_server_app, write_images
+from tests.runs import model_bits, read_lines
 
 FORM = ["dataset=folder", "dataset.size=8", "dataset.channels=1", "dataset.mean=[0.4]", "dataset.std=[0.3]"]
 SMALL = [
@@ -57,14 +56,6 @@ def devices(places, tmp_path, **others):
     ]
 
 
-def layers(folder):
-    return latest_checkpoint(folder / "checkpoints").models["global"].layers
-
-
-def lines(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -85,7 +76,7 @@ def test_a_device_refuses_larger_ranks_if_ranks_are_equal(places, tmp_path):
         made = devices(places, tmp_path / aggregation)
         made[1].node_config["max-rank"] = 1
         run_server_app(Devices(*made), [*overrides, f"output_dir={tmp_path / aggregation / 'run'}"])
-        (metrics,) = lines(tmp_path / aggregation / "run" / "metrics.jsonl")
+        (metrics,) = read_lines(tmp_path / aggregation / "run" / "metrics.jsonl")
         assert list(metrics["dropped"]) == ["1"]
         assert metrics["dropped"]["1"].endswith(
             "the plan has low-rank factors of rank 2 but this device allows 1 (max-rank); set tuning.rank=1, or "
@@ -117,10 +108,8 @@ def compare_with_simulation(overrides, places, tmp_path, *, simulated=(), limits
         for number, place in enumerate(by_partition)
     ]
     run_server_app(Devices(*reversed(made)), [*overrides, f"output_dir={tmp_path / 'devices'}"])
-    one, other = layers(tmp_path / "simulation"), layers(tmp_path / "devices")
-    assert list(one) == list(other)
-    assert all(np.array_equal(one[name], other[name]) for name in one)
-    rows, others = (lines(tmp_path / name / "clients.jsonl") for name in ("simulation", "devices"))
+    assert model_bits(tmp_path / "simulation") == model_bits(tmp_path / "devices")
+    rows, others = (read_lines(tmp_path / name / "clients.jsonl") for name in ("simulation", "devices"))
     for row in (*rows, *others):
         del row["seconds"], row["bytes_down"]  # the message with a task is shorter
     assert rows == others
@@ -323,7 +312,7 @@ class Growing(Devices):
 def test_a_device_that_joins_later_trains_from_then_on(places, tmp_path):
     folder = tmp_path / "run"
     run_server_app(Growing(*devices(places, tmp_path)), [*SMALL, "rounds=3", "num_clients=2", f"output_dir={folder}"])
-    trained = [(row["round"], row["client"]) for row in lines(folder / "clients.jsonl")]
+    trained = [(row["round"], row["client"]) for row in read_lines(folder / "clients.jsonl")]
     assert trained == [(1, 0), (1, 1), *((round, client) for round in (2, 3) for client in (0, 1, 2))]
     fleet = json.loads((folder / "fleet.json").read_text())
     assert {name: (device["node"], device["images"]) for name, device in fleet["devices"].items()} == {
@@ -339,4 +328,4 @@ def test_a_device_that_joins_later_trains_from_then_on(places, tmp_path):
     run_server_app(
         Devices(*devices(places, tmp_path)), [f"resume={folder}", "rounds=4", "aggregation.round_deadline=77"]
     )
-    assert [row["client"] for row in lines(folder / "clients.jsonl") if row["round"] == 4] == [0, 1, 2]
+    assert [row["client"] for row in read_lines(folder / "clients.jsonl") if row["round"] == 4] == [0, 1, 2]

@@ -20,6 +20,7 @@ from fedssl.report.accuracy_table import run_results, sweep_results
 from fedssl.runs.run import read_run
 from server_app.evaluator import Evaluator
 from simulation.run import run
+from tests.runs import read_lines, read_summary
 
 TINY = ["dataset.limit=60", "encoder.width=4", "threads=1", "num_clients=2", "local_epochs=1", "rounds=1"]
 HERE = "tests.server_app.test_evaluator"
@@ -129,7 +130,7 @@ def test_units_from_the_protocol_to_the_files(tmp_path, capsys):
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert line["units"] == {"norm": "cm", "plain": "accuracy"}
     assert set(line["evaluation"]) == {"norm", "norm_std", "plain", "plain_std"}
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = read_summary(tmp_path)
     assert summary["units"] == {"norm": "cm", "plain": "accuracy"}
     assert summary["final"]["federated"] == line["evaluation"]
     assert set(summary["final"]["pixels"]) == {"norm", "norm_std", "plain", "plain_std"}
@@ -156,7 +157,7 @@ def test_test_images_change_nothing_but_what_is_evaluated(tmp_path):
         run([*overrides, f"dataset.test_limit={folder.name}", f"output_dir={folder}"])
     first, second = (torch.load(folder / "encoder.pt", weights_only=True)["weights"] for folder in folders)
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
-    health = [[json.loads(line) for line in (folder / "health.jsonl").read_text().splitlines()] for folder in folders]
+    health = [read_lines(folder / "health.jsonl") for folder in folders]
     shown = [[row.pop("spectrum") for row in rows] for rows in health]  # of test images
     assert health[0] == health[1]
     assert shown[0] != shown[1]

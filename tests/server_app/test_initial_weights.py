@@ -24,6 +24,7 @@ from fedssl.runs.verify import verify_run
 from server_app.initial_weights import adopt_statistics
 from simulation.run import run
 from tests.federation import TINY, Federation
+from tests.runs import read_summary
 
 SETTINGS = {"_target_": "fedssl.encoders.conv_small", "channels": 1, "size": 8, "width": 4}
 
@@ -92,7 +93,7 @@ def test_a_run_is_resumed_without_its_source(source, tmp_path):
     run([f"resume={again}"])
     for name, value in read_content(again / "encoder.pt")["weights"].items():
         assert torch.equal(value, content["weights"][name])
-    results = [json.loads((each / "summary.json").read_text())["final"] for each in (folder, again)]
+    results = [read_summary(each)["final"] for each in (folder, again)]
     assert results[0] == results[1]
     assert results[0]["untrained"]["knn"] > 0
     loaded = load_run_folder(again, [])

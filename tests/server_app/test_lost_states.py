@@ -8,7 +8,7 @@ from fedssl.wire.messages import PersonalizedModelRequest
 from server_app.callbacks.personalized import request_personalized_encoders
 from server_app.messaging import ClientMessenger
 from tests.federation import Federation
-from tests.server_app.test_resume_parts import flip
+from tests.runs import flip_bit
 
 FEDU = ["strategy=fedu", "method=byol"]
 
@@ -19,7 +19,7 @@ def delete(folder):
 
 def damage_newest(folder):
     """The client then loads the state before it."""
-    flip(folder / "round-000002.safetensors", 900)
+    flip_bit(folder / "round-000002.safetensors", 900)
 
 
 @pytest.mark.parametrize(("overrides", "lose"), [(FEDU, delete), (["strategy=fedbn"], damage_newest)])

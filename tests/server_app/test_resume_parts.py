@@ -1,6 +1,5 @@
 """A run resumes only from a checkpoint whose client states and lines are intact, and names what it lacks."""
 
-import json
 import re
 import shutil
 
@@ -10,13 +9,11 @@ import pytest
 from fedssl.errors import InputError
 from fedssl.runs.snapshots import save_layers
 from fedssl.runs.verify import Verification, verify_run
-from server_app.checkpoint import latest_checkpoint
 from simulation.run import run
 from tests.cases import some
+from tests.runs import SMALL, UNTESTED, flip_bit, model_bits, read_lines, read_summary
 
-OVERRIDES = ["num_clients=2", "rounds=3", "local_epochs=1", "dataset.limit=24", "encoder.width=2", "threads=1"]
-OVERRIDES += ["method=byol", "strategy=fedu", "partition=iid", "evaluate_every=0", "final_evaluation=none"]
-OVERRIDES += ["measure_resources=false", "augmentation=none", "batch_size=8"]
+OVERRIDES = [*SMALL, *UNTESTED, "method=byol", "strategy=fedu"]
 STATE = "clients/0000/0/round-000003.safetensors"
 
 
@@ -36,21 +33,13 @@ def expected(tmp_path_factory):
 
 
 def result(folder):
-    layers = latest_checkpoint(folder / "checkpoints").models["global"].layers
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    clients = [json.loads(line) for line in (folder / "clients.jsonl").read_text().splitlines()]
-    numbers = [(line["round"], line["loss"]) for line in lines], [(line["round"], line["client"]) for line in clients]
-    return {name: array.tobytes() for name, array in layers.items()}, numbers
+    rounds, clients = read_lines(folder / "metrics.jsonl"), read_lines(folder / "clients.jsonl")
+    numbers = [(line["round"], line["loss"]) for line in rounds], [(line["round"], line["client"]) for line in clients]
+    return model_bits(folder), numbers
 
 
 def contents(folder):
     return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.name != "run.log"}
-
-
-def flip(file, at):
-    data = bytearray(file.read_bytes())
-    data[at] ^= 1
-    file.write_bytes(data)
 
 
 def replace_by_folder(file):
@@ -69,7 +58,7 @@ def repeat_last_line(file):
 
 RECOVERABLE = {
     "no state": (lambda run: (run / STATE).unlink(), f"{STATE} is missing"),
-    "flipped byte in a state": (lambda run: flip(run / STATE, -5), f"{STATE} is damaged"),
+    "flipped byte in a state": (lambda run: flip_bit(run / STATE, -5), f"{STATE} is damaged"),
     "folder in place of a state": (lambda run: replace_by_folder(run / STATE), f"{STATE} is "),
     "no last line of a client": (lambda run: cut_lines(run / "clients.jsonl", 5), "clients.jsonl has"),
     "doubled last line": (lambda run: repeat_last_line(run / "metrics.jsonl"), None),
@@ -92,11 +81,11 @@ def test_a_damaged_part_costs_a_round_and_changes_no_number(tmp_path, three_roun
         (folder / STATE).rmdir()
     run([f"resume={folder}", "rounds=4"])
     assert result(folder) == expected
-    recoveries = json.loads((folder / "summary.json").read_text())["recoveries"]
+    recoveries = read_summary(folder)["recoveries"]
     assert len(recoveries) == (2 if "folder" in damage else problem is not None)
     assert all(text.startswith(f"the checkpoint of round 3 could not be used: {problem}") for text in recoveries)
     run([f"resume={folder}", "rounds=5"])
-    assert json.loads((folder / "summary.json").read_text())["recoveries"] == recoveries  # for good
+    assert read_summary(folder)["recoveries"] == recoveries  # for good
 
 
 FATAL = {
@@ -108,7 +97,7 @@ FATAL = {
     "one line": (lambda run: cut_lines(run / "metrics.jsonl", 1), "metrics.jsonl has .* bytes instead of"),
     "no lines": (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
     "no manifests": (lambda run: [file.unlink() for file in run.glob("checkpoints/*.json")], "round-000002.json is"),
-    "changed number": (lambda run: flip(run / "metrics.jsonl", 12), "metrics.jsonl is damaged"),
+    "changed number": (lambda run: flip_bit(run / "metrics.jsonl", 12), "metrics.jsonl is damaged"),
 }
 
 
@@ -125,9 +114,7 @@ def test_without_an_intact_checkpoint_the_run_is_refused_and_unchanged(tmp_path,
     with pytest.raises(InputError, match=rf"no checkpoint .* can be used \(2 tried; of round 2: {problem}") as error:
         run([f"resume={folder}", "rounds=4"])
     assert "restore the file from a copy, or start a new run" in str(error.value)
-    assert before == {
-        file: file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.name != "run.log"
-    }
+    assert before == contents(folder)
 
 
 def test_a_missing_checkpoint_and_missing_initial_weights_are_found(tmp_path, three_rounds):
@@ -152,7 +139,7 @@ def test_damaged_snapshots_are_found(tmp_path, three_rounds):
     save_layers(folder, 1, "client-0", {"encoder.weight": weights})
     file = folder / "models/round-000001/client-0.pt"
     assert verify_run(folder).problems == ()
-    flip(file, file.read_bytes().index(weights.tobytes()))
+    flip_bit(file, file.read_bytes().index(weights.tobytes()))
     assert verify_run(folder).problems == ("models/round-000001/client-0.pt is damaged",)
     replace_by_folder(file)
     assert verify_run(folder).problems == ("models/round-000001/client-0.pt is damaged",)

@@ -1,6 +1,5 @@
 """Buffered aggregation (FedBuff) in simulations: virtual delays decide which updates a round uses."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -9,19 +8,13 @@ import pytest
 from fedssl.availability import Workload
 from fedssl.errors import InputError
 from fedssl.seeding import numpy_generator
-from server_app.checkpoint import latest_checkpoint
 from server_app.exchanges.virtual_time import sample_delay
 from simulation.run import run
 from tests.resuming import repeat_from
+from tests.runs import model_bits, read_lines
 
-OVERRIDES = [
-    "num_clients=6",
-    "clients_per_round=4",
-    "rounds=6",
-    "local_epochs=1",
-    "dataset.limit=90",
-    "encoder.width=2",
-]
+OVERRIDES = ["num_clients=6", "clients_per_round=4", "rounds=6", "local_epochs=1", "dataset.limit=90"]
+OVERRIDES += ["encoder.width=2"]
 OVERRIDES += ["threads=1", "evaluation=none", "final_evaluation=none", "measure_resources=false", "partition=iid"]
 OVERRIDES += ["aggregation.buffered=true", "aggregation.min_updates=2", "strategy=fedavg", "batch_size=8", "seed=3"]
 
@@ -32,13 +25,7 @@ def delay(client: int, round: int, *, sigma: float, seed: int) -> float:
 
 
 def participations(folder: Path) -> list[tuple[int, int, int]]:
-    lines = [json.loads(line) for line in (folder / "clients.jsonl").read_text().splitlines()]
-    return [(line["round"], line["client"], line["staleness"]) for line in lines]
-
-
-def layers(folder: Path) -> dict[str, bytes]:
-    model = latest_checkpoint(folder / "checkpoints").models["global"]
-    return {name: array.tobytes() for name, array in model.layers.items()}
+    return [(line["round"], line["client"], line["staleness"]) for line in read_lines(folder / "clients.jsonl")]
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +50,7 @@ def test_rounds_use_the_replies_that_arrive_first(folder: Path) -> None:
             expected.append((round, client, round - sent))
     assert sorted(participations(folder)) == sorted(expected)
     assert any(staleness > 0 for _, _, staleness in expected)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["clients"], line["dropped"]) for line in lines] == [(2, {})] * 6
+    assert [(line["clients"], line["dropped"]) for line in read_lines(folder / "metrics.jsonl")] == [(2, {})] * 6
 
 
 def test_delays_are_log_normal_with_a_part_per_client() -> None:
@@ -79,14 +65,14 @@ def test_delays_are_log_normal_with_a_part_per_client() -> None:
 
 def test_a_resumed_run_has_equal_bits_and_messages(folder: Path) -> None:
     copy = repeat_from(3, folder, "keep_checkpoints=9")
-    assert layers(copy) == layers(folder)
+    assert model_bits(copy) == model_bits(folder)
     assert participations(copy) == participations(folder)
 
 
 @pytest.mark.heavy
 def test_ray_gives_the_same_bits(folder: Path, tmp_path: Path) -> None:
     run([*OVERRIDES, "engine=ray", f"output_dir={tmp_path / 'run'}"])
-    assert layers(tmp_path / "run") == layers(folder)
+    assert model_bits(tmp_path / "run") == model_bits(folder)
 
 
 def test_a_deadline_is_rejected(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Runs on one's own images: what is found out, chosen or refused before the first round."""
 
-import json
-
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
@@ -13,6 +11,7 @@ from fedssl.errors import InputError
 from fedssl.evaluation.protocol import evaluation_problem
 from simulation.run import run
 from tests.federation import Federation
+from tests.runs import read_lines, read_summary
 
 SMALL = ["dataset=folder", "dataset.size=16", "num_clients=3", "rounds=1", "local_epochs=1", "encoder.width=4"]
 SMALL += ["threads=1", "measure_resources=false", "collapse_images=0", "final_evaluation=knn"]
@@ -45,7 +44,7 @@ def test_images_without_labels_are_divided_evenly(flat, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "partition=dirichlet needs labels, which the images lack; using partition=iid instead" in said
     assert "nothing will be evaluated: the data set has no labeled training images" in said
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = read_summary(tmp_path / "run")
     assert summary["status"] == "finished"
     assert "partition=iid" in summary["overrides"]
     assert [word for word in summary["overrides"] if "path" in word] == [f"dataset.path='{flat}'"]
@@ -53,7 +52,7 @@ def test_images_without_labels_are_divided_evenly(flat, tmp_path, capsys):
     assert [line.split(",")[1] for line in (tmp_path / "run" / "partition.csv").read_text().split()[1:]] == ["4"] * 3
     run([f"resume={tmp_path / 'run'}", "rounds=2"])
     assert "using partition=iid" not in capsys.readouterr().out
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 2
+    assert read_summary(tmp_path / "run")["rounds"] == 2
 
 
 @pytest.mark.parametrize("overrides", [("calibration=auxiliary", "calibration.share=0.3")])
@@ -138,9 +137,9 @@ def test_clients_with_too_few_images_are_never_sampled(owners, tmp_path, capsys)
     table = [row.split(",")[:2] for row in (tmp_path / "run" / "partition.csv").read_text().split()[1:]]
     [few] = [client for client, number in table if number == "2"]
     assert f"1 of 3 clients never train, since BYOL needs at least 3 images: {few}\n" in capsys.readouterr().out
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [(line["clients"], line["dropped"]) for line in lines] == 2 * [(2, {})]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["clients_with_few_images"] == 1
+    assert read_summary(tmp_path / "run")["clients_with_few_images"] == 1
 
 
 def test_more_clients_than_the_images_fill(tmp_path):
@@ -150,7 +149,7 @@ def test_more_clients_than_the_images_fill(tmp_path):
     run([*overrides, "rounds=3", "evaluate_every=0", f"output_dir={tmp_path / 'run'}"])
     sizes = dict(row.split(",")[:2] for row in (tmp_path / "run" / "partition.csv").read_text().split()[1:])
     trainable = {int(client) for client, size in sizes.items() if size == "2"}
-    rows = [json.loads(line) for line in (tmp_path / "run" / "clients.jsonl").read_text().splitlines()]
+    rows = read_lines(tmp_path / "run" / "clients.jsonl")
     assert sorted(sizes.values()) == ["1", "1", "1", "1", "2", "2", "2"]
     assert [row["round"] for row in rows] == [1, 1, 2, 2, 3, 3]
     assert {row["client"] for row in rows} <= trainable

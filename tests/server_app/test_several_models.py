@@ -46,9 +46,8 @@ def separately(folder, group, *, rounds, overrides):
         yield report, federation.state.models[GLOBAL].layers
 
 
-@pytest.mark.parametrize("overrides", [["method=byol", "server_optimizer=fedadam"]])
-def test_two_groups_are_two_separate_federations(tmp_path, overrides):
-    overrides = [*FOUR, *overrides]
+def test_two_groups_are_two_separate_federations(tmp_path):
+    overrides = [*FOUR, "method=byol", "server_optimizer=fedadam"]
     federation = Federation(tmp_path / "both", *TWO_GROUPS, *overrides)
     even = separately(tmp_path / "even", (0, 2), rounds=2, overrides=overrides)
     odd = separately(tmp_path / "odd", (1, 3), rounds=2, overrides=overrides)

@@ -1,6 +1,5 @@
 """Federated statistics: the pooled numbers on every way, what a run keeps of them, and clients that send wrong ones."""
 
-import json
 import logging
 
 import numpy as np
@@ -30,6 +29,7 @@ from simulation.grid import LocalGrid, simulated_clients
 from simulation.run import run
 from strategies.mods.privacy import Privacy, epsilon
 from tests.devices import Devices, context, run_server_app, write_images
+from tests.runs import read_summary
 
 SMALL = ["num_clients=4", "rounds=1", "local_epochs=1", "dataset.limit=60", "partition=iid", "encoder.width=4"]
 SMALL += ["threads=1", "evaluate_every=0", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
@@ -90,7 +90,7 @@ def test_a_run_has_the_pooled_statistics_everywhere(tmp_path):
     assert record["clients_by_dtype"] == {"uint8": 4}
     assert (record["lowest"], record["highest"]) == ([0.0], [1.0])
     assert record["percentile_1"] <= record["percentile_50"] <= record["percentile_99"]
-    command = json.loads((folder / "summary.json").read_text())["command"]
+    command = read_summary(folder)["command"]
     assert f"'dataset.mean={saved['dataset']['mean']}'" in command
     resumed = load_settings([f"resume={folder}", "dataset.mean=federated", "rounds=2"])
     agrees(resumed.data, expected)

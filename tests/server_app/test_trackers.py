@@ -16,6 +16,7 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError
 from server_app.trackers.base import SafeTracker, TrackedRun
 from simulation.run import run
+from tests.runs import read_summary
 
 LINE = {"round": 1, "loss": 2.5, "model_cosine": None, "seconds": 1.0, "dropped": {"3": "late"}, "units": {"knn": "x"}}
 LINE |= {"evaluation": {"knn": 0.5, "of {a}": 0.25}, "cost": {"flops": 8}, "health": {"global": {"spread": 0.75}}}
@@ -140,7 +141,7 @@ def test_a_failing_tracker_is_logged_once(tmp_path):
     overrides = ["num_clients=2", "rounds=2", "local_epochs=0", "dataset.limit=24", "encoder.width=2", "threads=1"]
     overrides += ["partition=iid", "evaluate_every=0", "final_evaluation=none", "measure_resources=false"]
     run([*overrides, f"tracker._target_={__name__}.Broken", f"output_dir={tmp_path}"])
-    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
+    assert read_summary(tmp_path)["status"] == "finished"
     lines = [line.split(" ", 2)[-1] for line in (tmp_path / "run.log").read_text().splitlines()]
     told = [line for line in lines if line.startswith("the tracker")]
     assert told == [

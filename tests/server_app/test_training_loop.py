@@ -1,6 +1,5 @@
 """A round that is evaluated while the next one runs: the same numbers, on record in order, whatever ends the run."""
 
-import json
 import threading
 
 import pytest
@@ -15,6 +14,7 @@ from server_app.evaluator import Evaluator
 from server_app.training_loop import TrainingLoop
 from simulation.grid import run_local, simulated_clients
 from simulation.run import run
+from tests.runs import ending, model_bits, read_lines
 
 TINY = ["num_clients=2", "rounds=3", "local_epochs=1", "dataset.limit=40", "dataset.test_limit=20", "encoder.width=4"]
 TINY += ["threads=1", "evaluate_every=1", "final_evaluation=knn", "batch_size=16", "engine=local"]
@@ -69,16 +69,10 @@ def whole(tmp_path_factory):
 
 def contents(folder):
     """Return the round, the layers and the lines of a run, without times."""
-    state = latest_checkpoint(folder / "checkpoints")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "metrics.jsonl")
     for line in lines:
         del line["seconds"], line["client_seconds"]
-    layers = {
-        (model, name): array.tobytes()
-        for model in state.model_names()
-        for name, array in state.models[model].layers.items()
-    }
-    return state.round, layers, lines
+    return latest_checkpoint(folder / "checkpoints").round, model_bits(folder), lines
 
 
 # A schedule of stages changes what of the encoder runs from round to round.
@@ -198,4 +192,4 @@ def test_what_an_evaluation_or_its_recording_raises_ends_the_run(tmp_path, monke
             run([*TINY, f"output_dir={tmp_path / 'run'}"])
     rounds_done, _, lines = contents(tmp_path / "run")
     assert (rounds_done, [line["round"] for line in lines]) == (1, [1])
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    assert ending(tmp_path / "run")[0] == "failed"

@@ -10,7 +10,6 @@ import pytest
 import server_app.update_memory
 import strategies.update_store
 from fedssl.errors import InputError, RunError
-from server_app.checkpoint import latest_checkpoint
 from server_app.update_memory import check_updates_fit, stored_updates
 from simulation.run import run
 from strategies.base import ServerStrategy
@@ -20,6 +19,7 @@ from strategies.fedavg import FedAvg
 from strategies.krum import Krum
 from strategies.robust import Median
 from strategies.update_store import CollectingAggregator
+from tests.runs import SMALL, UNTESTED, model_bits
 
 MODEL = {"w": np.zeros(250, np.float32)}  # 1,000 bytes
 
@@ -87,28 +87,12 @@ def test_a_run_that_does_not_fit_is_rejected(tmp_path, monkeypatch):
         check(FedAvg(), over_selection=2, max_norm_ratio=3.0)
 
 
-WORDS = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=36", "dataset.test_limit=12", "encoder.width=2"]
-WORDS += ["threads=1", "partition=iid", "evaluate_every=0", "final_evaluation=knn", "collapse_images=0"]
-WORDS += ["measure_resources=false", "augmentation=none", "batch_size=8", "engine=local"]
+WORDS = [*SMALL, *UNTESTED, "num_clients=3", "rounds=2", "dataset.limit=36", "engine=local"]
 KINDS = {
     "eua": ["strategy=eua"],
     "filtered": ["strategy=median", "aggregation.max_norm_ratio=100"],
     "clusters": ["strategy=clustered", "strategy.assign_by=update_cosine"],
 }
-
-
-def models_of(folder):
-    return {
-        f"{model}.{name}": array
-        for model, one in latest_checkpoint(folder / "checkpoints").models.items()
-        for name, array in one.layers.items()
-    }
-
-
-def assert_equal(one, other):
-    assert list(one) == list(other)
-    for name, array in one.items():
-        np.testing.assert_array_equal(other[name], array, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +116,8 @@ def test_a_run_with_a_file_survives_a_full_disk(words, tmp_path, monkeypatch):
     full_at = -1
     monkeypatch.setattr(os, "pwrite", write_until_full)
     run([*WORDS, *words, f"output_dir={tmp_path / 'file'}"])
-    expected = models_of(tmp_path / "memory")
-    assert_equal(expected, models_of(tmp_path / "file"))
+    expected = model_bits(tmp_path / "memory")
+    assert model_bits(tmp_path / "file") == expected
 
     full_at, folder = len(written) - 1, tmp_path / "full"  # near the end of the last round that writes
     assert full_at > 1
@@ -142,7 +126,7 @@ def test_a_run_with_a_file_survives_a_full_disk(words, tmp_path, monkeypatch):
         run([*WORDS, *words, f"output_dir={folder}"])
     full_at = -1
     run([f"resume={folder}"])
-    assert_equal(expected, models_of(folder))
+    assert model_bits(folder) == expected
 
 
 def test_a_run_is_rejected_before_its_first_round(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Runs in virtual time: the same bits on every engine and after a resume, and settings that cannot be combined."""
 
-import json
 import re
 from pathlib import Path
 
@@ -9,11 +8,10 @@ import pytest
 from fedssl.availability import LogNormalSpeed
 from fedssl.config.load import load_settings
 from fedssl.errors import InputError
-from fedssl.runs.jsonl import read_jsonl
-from server_app.checkpoint import latest_checkpoint
 from simulation.grid import LocalGrid
 from simulation.run import run
 from tests.resuming import repeat_from
+from tests.runs import model_bits, read_lines, read_summary
 
 BASE = ["num_clients=6", "clients_per_round=4", "rounds=6", "local_epochs=1", "dataset.limit=91", "encoder.width=2"]
 BASE += ["threads=1", "evaluation=none", "final_evaluation=none", "collapse_images=0", "partition=iid", "batch_size=8"]
@@ -33,7 +31,7 @@ def overrides(mode: str) -> list[str]:
 
 def lines(folder: Path, name: str) -> list[dict]:
     """Return the lines without wall-clock time, memory and the length of paths, which differ between runs."""
-    found = read_jsonl(folder / f"{name}.jsonl")
+    found = read_lines(folder / f"{name}.jsonl")
     for line in found:
         for key in ("seconds", "client_seconds", "bytes_down"):
             line.pop(key, None)
@@ -41,14 +39,8 @@ def lines(folder: Path, name: str) -> list[dict]:
     return found
 
 
-def layers(folder: Path) -> dict[str, bytes]:
-    state = latest_checkpoint(folder / "checkpoints")
-    assert state.round == 6
-    return {name: array.tobytes() for name, array in state.models["global"].layers.items()}
-
-
 def assert_equal_runs(one: Path, other: Path) -> None:
-    assert layers(one) == layers(other)
+    assert model_bits(one) == model_bits(other)
     for name in ("metrics", "clients"):
         assert lines(one, name) == lines(other, name)
 
@@ -88,8 +80,7 @@ def test_the_clock_adds_up_the_rounds(folder: Path) -> None:
     for line in metrics:
         clock += line["virtual_seconds"]
         assert line["virtual_time"] == pytest.approx(clock)
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["client"]["virtual_seconds"] == metrics[-1]["virtual_time"]
+    assert read_summary(folder)["client"]["virtual_seconds"] == metrics[-1]["virtual_time"]
     assert "virtual time" in (folder / "run.log").read_text()
 
 

@@ -1,6 +1,5 @@
 """The cost of a run is counted, or measured in parts that are multiplied."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,7 @@ from simulation.cost import Measurement, choose_engine, compose_cost, count_roun
 from simulation.resources import RAY_OVERHEAD_SECONDS, EngineChoice
 from simulation.run import run
 from tests.planning import QUICK, build
+from tests.runs import read_lines
 
 UPDATE = ClientUpdate(layers={}, partition_id=0, train_loss=1.0, seconds=1.0)
 MEASURED = Measurement(
@@ -43,7 +43,7 @@ def test_steps_and_bytes_are_those_of_the_run(tmp_path, overrides):
     folder = tmp_path / "run"
     components = build([*QUICK, *overrides], folder)
     run([*QUICK, *overrides, f"output_dir={folder}"])
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "metrics.jsonl")
     saves_state = any(file.parent.parent.parent.name == "clients" for file in folder.rglob("round-*"))
     parts = components.context.gathered.layers
     rounds = count_rounds(components, replace(UPDATE, uploaded_parts=parts, state_rounds=(0, int(saves_state))))

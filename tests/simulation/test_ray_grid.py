@@ -1,6 +1,5 @@
 """Engine ``ray`` with real actors. A run leaves no processes and files."""
 
-import json
 import os
 import re
 import signal
@@ -36,6 +35,7 @@ from simulation.ray_internals import keep_sigterm_handler
 from simulation.ray_session import ray_session
 from simulation.resources import ClientResources, Host, fit_clients
 from simulation.sandbox import sandbox_pids
+from tests.runs import read_summary
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -444,7 +444,7 @@ def test_an_interrupted_round_leaves_no_processes_or_files(number):
         assert process.returncode == (-9 if number == signal.SIGKILL else 130), output
         assert gone(folder, sandbox)
         if number != signal.SIGKILL:
-            summary = json.loads((folder / "run" / "summary.json").read_text())
+            summary = read_summary(folder / "run")
             assert (summary["status"], summary["reason"]) == ("interrupted", "stopped by the user")
             assert 1 <= summary["rounds"] < 1000
             message = f"fedssl: stopped after round {summary['rounds']}; continue with: fedssl resume="

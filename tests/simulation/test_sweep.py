@@ -33,6 +33,7 @@ from simulation.sweep import (
     plan_jobs as plan_state,
 )
 from simulation.sweep_progress import SweepProgress
+from tests.runs import read_summary
 
 QUICK = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
 QUICK += ["evaluate_every=0", "final_evaluation=knn", "collapse_images=0", "measure_resources=false"]
@@ -196,7 +197,7 @@ class TestResume:
                 raise InputError("no images")
 
         run_jobs([JobWave(jobs)], fail_first, SweepProgress([job.folder for job in jobs]))
-        assert json.loads((jobs[0].folder / "summary.json").read_text())["reason"] == "no images"
+        assert read_summary(jobs[0].folder)["reason"] == "no images"
         assert waiting_jobs(jobs, retry=False) == jobs[1:]
 
 

@@ -1,6 +1,5 @@
 """The bounds of a federation: all images in one place, and every client alone, with the budget of the federation."""
 
-import json
 from statistics import mean, stdev
 
 import numpy as np
@@ -13,14 +12,11 @@ from fedssl.export import load_encoder
 from simulation.run import run
 from strategies.types import GLOBAL
 from tests.federation import Federation
+from tests.runs import read_lines, read_summary
 
 FEDERATION = ["rounds=2", "local_epochs=2", "dataset.limit=60", "encoder.width=4", "threads=1", "batch_size=10"]
 FEDERATION += ["measure_resources=false", "collapse_images=0"]
 VIT = ["encoder=vit_tiny", "encoder.depth=2", "encoder.width=12", "encoder.patch=4"]  # its stages hand on weights
-
-
-def lines(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -58,11 +54,6 @@ def copied(layers):
     return {name: array.copy() for name, array in layers.items()}
 
 
-def layers(state):
-    """The layers of every model, by name."""
-    return {name: state.models[name].layers for name in state.model_names()}
-
-
 def test_clients_alone_are_reported_as_mean_and_all_exported(tmp_path):
     overrides = ["experiment=single_client", *FEDERATION, "num_clients=3", "evaluate_every=2", "final_evaluation=knn"]
     run([*overrides, f"output_dir={tmp_path}"])
@@ -76,7 +67,7 @@ def test_clients_alone_are_reported_as_mean_and_all_exported(tmp_path):
     assert not (tmp_path / "encoder.pt").exists()
     assert len(set(accuracies)) > 1
     expected = {"knn": mean(accuracies), "knn_std": stdev(accuracies)}
-    final = json.loads((tmp_path / "summary.json").read_text())["final"]
+    final = read_summary(tmp_path)["final"]
     assert final["federated"] == pytest.approx(expected)
     assert set(final["untrained"]) == set(final["pixels"]) == {"knn"}
-    assert lines(tmp_path / "metrics.jsonl")[-1]["evaluation"] == pytest.approx(expected)
+    assert read_lines(tmp_path / "metrics.jsonl")[-1]["evaluation"] == pytest.approx(expected)

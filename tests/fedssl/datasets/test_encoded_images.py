@@ -24,6 +24,7 @@ from simulation.run import run
 from tests.cases import some
 from tests.fedssl.datasets.made import settings_of
 from tests.fedssl.datasets.test_cache import same
+from tests.runs import read_lines
 
 
 def copy_until_the_disk_is_full(tmp_path, monkeypatch) -> int:
@@ -271,7 +272,7 @@ def test_a_run_has_the_same_results_with_both(tmp_path, kind):
         own = {"path": tmp_path / "data", "size": 16, "test_fraction": 0.3, "cache": tmp_path / "cache"}
         own = {f"dataset.{key}": value for key, value in {**own, "storage": kept_as}.items()}
         run([f"{key}={value}" for key, value in {"dataset": name, **own, **RUN, "output_dir": folder}.items()])
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = read_lines(folder / "metrics.jsonl")
         kept = [{key: value for key, value in line.items() if "seconds" not in key} for line in lines]
         found.append((kept, (folder / "partition.csv").read_text(), (folder / "encoder.pt").read_bytes()))
     assert found[0] == found[1]

@@ -1,6 +1,5 @@
 """Runs on images of 13 channels with 12 bits: training, evaluation, and the encoder's preprocessing."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ from PIL import Image
 from fedssl.datasets.decoding import Decoding
 from fedssl.export import load_encoder
 from simulation.run import run
+from tests.runs import read_lines
 
 BANDS = {"photometric": "minisblack", "planarconfig": "contig"}
 RUN = {
@@ -43,7 +43,7 @@ def trained(images: Path, folder: Path, **changes: object) -> list[dict]:
     settings = {"dataset": "folder", "augmentation": "satellite", "dataset.path": images, "output_dir": folder}
     settings |= RUN | {f"dataset.{key}": value for key, value in DATA.items()} | changes
     run([f"{key}={value}" for key, value in settings.items()])
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "metrics.jsonl")
     return [{key: line[key] for key in ("model_cosine", "evaluation", "health") if key in line} for line in lines]
 
 

@@ -35,6 +35,7 @@ from tests.devices import Devices, ask, context, write_images
 from tests.federation import Federation, finish
 from tests.methods import overrides_of, save_teacher, teacher_file
 from tests.resuming import repeat_from
+from tests.runs import read_lines
 
 HOSTILE = {
     "a function": ({"encoder": "os.system"}, "method.teacher_encoder.encoder=os.system does not exist"),
@@ -231,7 +232,7 @@ def test_a_run_resumes_without_the_file_of_the_teacher(tmp_path):
     shutil.rmtree(other / "checkpoints")
     with pytest.raises(InputError, match=r"teacher=.* does not exist; choose the encoder\.pt of a run folder"):
         run([f"resume={other}"])
-    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "whole" / "metrics.jsonl")
     assert all({"cost", "health"} <= line.keys() for line in lines)
 
 

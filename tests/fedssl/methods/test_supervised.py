@@ -1,6 +1,5 @@
 """Supervised training: the loss, labels that go with their images, refusals, and the classifier's own accuracy."""
 
-import json
 import math
 
 import pytest
@@ -23,6 +22,7 @@ from server_app.checkpoint import latest_checkpoint
 from simulation.run import run
 from tests.encoders import LinearEncoder
 from tests.local_training import local_training
+from tests.runs import read_lines, read_summary
 
 QUICK = ["method=supervised", "num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4"]
 
@@ -55,7 +55,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_all_views(number):
 
 def test_a_run_with_one_view(tmp_path):
     run([*QUICK, "augmentation=none", "augmentation.views=[{}]", "final_evaluation=none", f"output_dir={tmp_path}"])
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "metrics.jsonl")
     assert [line["clients"] for line in lines] == [3, 3]
     assert all(line["model_cosine"] < 1 for line in lines)  # they train
 
@@ -134,7 +134,7 @@ def test_images_without_labels_are_refused_before_anything_is_written(tmp_path):
 def test_the_final_comparison_has_the_accuracy_of_the_classifier(tmp_path):
     overrides = [*QUICK, "threads=1", "evaluate_every=0", "final_evaluation=knn"]
     run([*overrides, f"output_dir={tmp_path}"])
-    final = json.loads((tmp_path / "summary.json").read_text())["final"]
+    final = read_summary(tmp_path)["final"]
     settings = compose(overrides)
     method, test = build_method(settings.model), load_split(settings.data, "test")
     load_layers(method, latest_checkpoint(tmp_path / "checkpoints").models["global"].layers)

@@ -13,6 +13,7 @@ from fedssl.plots.comparisons import accuracies_by_round, mean_points
 from fedssl.plots.registry import write_plot
 from fedssl.runs.run import Run, find_runs
 from simulation.run import run
+from tests.runs import read_lines, read_summary
 
 PAIR = ("knn", "knn@source")
 
@@ -91,9 +92,9 @@ def test_a_run_logs_both_accuracies_in_every_round(tmp_path: Path) -> None:
         words += [f"{group}.datasets.turned.path={tmp_path / 'turned'}", f"{group}.datasets.turned.channels=1"]
         words += [f"{group}.datasets.turned.mean=[0.3]", f"{group}.datasets.turned.std=[0.4]"]
     run([*words, f"output_dir={tmp_path / 'run'}"])
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [set(line["evaluation"]) for line in lines] == [{"knn", "knn@turned"}] * 2
-    final = json.loads((tmp_path / "run" / "summary.json").read_text())["final"]
+    final = read_summary(tmp_path / "run")["final"]
     assert final["federated"] == lines[-1]["evaluation"]
     assert set(accuracies_by_round(*find_runs([tmp_path / "run"]))) == {0, 1, 2}
     assert write_plot("tradeoff", find_runs([tmp_path / "run"]), tmp_path) is not None

@@ -21,6 +21,7 @@ from simulation.run import run
 from strategies import cluster_assignment
 from strategies.types import GLOBAL
 from tests.federation import Federation
+from tests.runs import read_summary
 
 JUDGED = ["evaluate_personalized=true", "final_evaluation=knn", "dataset.limit=200"]
 THREE = ["num_clients=3", "partition=iid", *JUDGED]
@@ -99,7 +100,7 @@ def test_in_the_run_folder(tmp_path):
     overrides += ["encoder.width=4", "threads=1", "engine=local", "evaluate_every=0", "partition.alpha=0.5"]
     run([*overrides, f"output_dir={tmp_path / 'run'}"])
     found = json.loads((tmp_path / "run" / "personalized.json").read_text())
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = read_summary(tmp_path / "run")
     assert found["means"] == summary["personalized"]
     assert found["means"][PARTICIPANTS]["knn"] == pytest.approx(summary["final"]["federated"]["knn"])
     assert {(row["client"], row["group"]) for row in found["clients"]} == {

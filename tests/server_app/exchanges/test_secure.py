@@ -1,7 +1,6 @@
 """Secure aggregation: the server sees a sum, the right one, and clients accept no protocol that would reveal more."""
 
 import io
-import json
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from simulation.run import run
 from strategies.types import ServerState
 from tests.devices import Devices, context, write_images
 from tests.federation import Federation, finish
+from tests.runs import read_lines, read_summary
 
 SMALL = ["num_clients=4", "rounds=2", "local_epochs=1", "dataset.limit=60", "threads=1", "partition=iid"]
 SMALL += ["encoder.width=4", "method.projector.hidden_dim=8", "method.projector.out_dim=4"]
@@ -148,9 +148,9 @@ def test_too_few_to_take_the_masks_away_is_said(tmp_path):
 
 def test_a_whole_run(tmp_path, capsys):
     run([*SMALL, *SECURE, "final_evaluation=none", f"output_dir={tmp_path / 'run'}"])
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["clients"] for line in lines] == [4, 4]
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())["secure_aggregation"]
+    summary = read_summary(tmp_path / "run")["secure_aggregation"]
     assert summary == lines[1]["secure_aggregation"]
     phases = summary.pop("phases")
     graph = {"clients": 4, "neighbors": 3, "threshold": 3, "max_dropouts": 1, "max_corrupted": 1, "security_bits": 40}

@@ -1,6 +1,5 @@
 """Differential privacy by the server: what it clips, how much noise it adds, and what epsilon is."""
 
-import json
 import math
 
 import numpy as np
@@ -12,6 +11,7 @@ from fedssl.export import load_encoder
 from simulation.run import run
 from strategies.mods.privacy import Privacy, _delta, epsilon
 from tests.federation import Federation
+from tests.runs import read_lines, read_summary
 
 BEGUN = {
     "encoder.weight": np.array([1.0, 1.0], np.float32),
@@ -105,11 +105,9 @@ def test_a_run_tells_what_it_spent_and_repeats_itself(tmp_path):
     overrides += ["measure_resources=false", "collapse_images=0"]
     for name in ("a", "b"):
         run([*overrides, f"output_dir={tmp_path / name}"])
-    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    summary = read_summary(tmp_path / "a")
     assert summary["privacy"] == {"epsilon": pytest.approx(epsilon(2, 0.8, 1e-5)), "delta": 1e-5}
-    lines = [
-        json.loads(line)["privacy"]["epsilon"] for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = [line["privacy"]["epsilon"] for line in read_lines(tmp_path / "a" / "metrics.jsonl")]
     assert lines == [pytest.approx(epsilon(1, 0.8, 1e-5)), pytest.approx(epsilon(2, 0.8, 1e-5))]
     one, other = (load_encoder(tmp_path / name / "encoder.pt").state_dict() for name in ("a", "b"))
     assert all((one[name] == other[name]).all() for name in one)
