@@ -43,7 +43,7 @@ def make_jobs(suite: Suite, data: str, folder: Path, *, done: Collection[tuple[s
 def write_partitions(data: str) -> None:
     """Draw the partitions of all suites, and write them with their digests."""
     texts: dict[str, str] = {}
-    for suite in SUITES.values():
+    for suite in (suite for suite in SUITES.values() if suite.recorded):
         for seed in suite.seeds:
             overrides = [*suite.overrides, *suite.data(data), f"seed={seed}", f"num_clients={suite.clients}"]
             settings = compose([*overrides, "partition=dirichlet", f"partition.alpha={suite.alpha}"])
@@ -73,7 +73,7 @@ def estimate_minutes(suite: Suite, data: str, folder: Path) -> float:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--suite", choices=SUITES, default="cpu")
-    parser.add_argument("--data", required=True, help="CIFAR-10, as in dataset.path")
+    parser.add_argument("--data", default="", help="CIFAR-10, as in dataset.path; not for the digits")
     parser.add_argument("--minutes", type=float, default=240, help="time limit, after which runs are stopped")
     parser.add_argument("--jobs", type=int, help="number of concurrent runs")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="of the run folders")
@@ -81,12 +81,15 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="estimate the time of the suite")
     parser.add_argument("--write-partitions", action="store_true", help="draw the partitions again")
     arguments = parser.parse_args()
+    suite, folder = SUITES[arguments.suite], (arguments.folder / arguments.suite).absolute()
+    if (suite.recorded or arguments.write_partitions) and not arguments.data:
+        sys.exit(f"suite {suite.name} needs CIFAR-10; add --data '/my/cifar10/*.parquet'")
     if arguments.write_partitions:
         write_partitions(arguments.data)
         return
-    suite, folder = SUITES[arguments.suite], (arguments.folder / arguments.suite).absolute()
     parallel = arguments.jobs or suite.jobs or available_cores()
-    partitions.write_csv([suite.partition(seed) for seed in suite.seeds], folder / "partitions")
+    if suite.recorded:
+        partitions.write_csv([suite.partition(seed) for seed in suite.seeds], folder / "partitions")
     known = [] if arguments.again else read(RESULTS)
     todo = make_jobs(suite, arguments.data, folder, done={entry.key for entry in known})
     if arguments.dry_run:

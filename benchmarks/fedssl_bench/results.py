@@ -9,10 +9,10 @@ from datetime import date
 from pathlib import Path
 from statistics import mean, median
 
-from benchmarks.fedssl_bench.ranking import differences, friedman, ranks
 from benchmarks.fedssl_bench.suites import BOUNDS, SUITES, UNTRAINED, Suite
 from fedssl.atomic_files import write_text
 from fedssl.evaluation.scores import as_scores
+from fedssl.report.significance import POWER, Difference, detectable, differences, friedman, ranks
 from fedssl.runs.run import read_run
 from fedssl.text_table import markdown
 
@@ -110,7 +110,8 @@ def results_page() -> str:
 def page(suite: Suite, entries: Sequence[BenchResult]) -> str:
     """Return the suite's part of `results_page`: a table and the significant differences for each method."""
     entries = [entry for entry in entries if entry.suite == suite.name]
-    lines = [f"## Suite `{suite.name}`", ""]
+    kind = "each row has settings of its own, selected on other seeds" if suite.tuned else "untuned"
+    lines = [f"## Suite `{suite.name}`: {kind}", ""]
     for method in dict.fromkeys(row.method for row in suite.rows):
         of_method = _by_rule(suite, [entry for entry in entries if entry.method == method])
         if of_method:
@@ -150,14 +151,26 @@ def _table(rows: Mapping[str, Sequence[BenchResult]]) -> str:
         difference = beside.get(rule)
         cells += [
             f"{gain:+.1f}",
-            f"{difference.mean:+.1f} ± {difference.spread:.1f}" if difference else "",
-            f"{difference.p:.2f}" if difference else "",
+            *_difference_cells(difference),
             f"{rank[rule]:.1f}" if rule in rank else "",
             f"{median(entry.bytes_up for entry in each) / 1e6:.0f}",
         ]
         body.append([f"({rule})" if rule in (*BOUNDS, UNTRAINED) else rule, *cells])
-    heads = ["strategy", "linear, %", "kNN, %", "above untrained", f"difference to {REFERENCE}", "p", "rank", "MB up"]
+    compared = [f"difference to {REFERENCE}", "95% interval", "p", "effect", "seeds"]
+    heads = ["strategy", "linear, %", "kNN, %", "above untrained", *compared, "rank", "MB up"]
     return markdown([heads, *body], left=1)
+
+
+def _difference_cells(difference: Difference | None) -> list[str]:
+    if difference is None:
+        return [""] * 5
+    return [
+        f"{difference.mean:+.1f} ± {difference.spread:.1f}",
+        f"{difference.low:+.1f} to {difference.high:+.1f}",
+        f"{difference.p:.2f}",
+        f"{difference.effect:+.1f}",
+        str(difference.seeds),
+    ]
 
 
 def _median_and_range(numbers: Sequence[float]) -> str:
@@ -176,4 +189,9 @@ def _significance(rows: Mapping[str, Sequence[BenchResult]]) -> list[str]:
     if beside:
         named = ", ".join(f"`{rule}`" for rule in significant) if significant else "none"
         lines.append(f"Significantly different from `{REFERENCE}` (p < 0.05 after Holm's correction): {named}.")
+        spread, seeds = median(difference.spread for difference in beside.values()), len(values[REFERENCE])
+        lines.append(
+            f"{seeds} seeds detect a difference of {detectable(spread, seeds=seeds):.1f} points with probability "
+            f"{POWER:g}, if its deviation is the median one ({spread:.1f}) and no other row is compared."
+        )
     return ["", " ".join(lines)] if lines else []

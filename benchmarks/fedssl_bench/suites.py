@@ -54,6 +54,10 @@ class Suite:
     clients: int = 10
     alpha: float = 0.1  # Dirichlet concentration of the partitions
     jobs: int | None = None  # number of concurrent runs; None: one per core
+    tuned: bool = False  # whether each row has settings of its own, selected on other seeds
+    recorded: bool = (
+        True  # whether the partitions of CIFAR-10 are recorded; False: the overrides select data and partition
+    )
 
     def partition(self, seed: int) -> str:
         """Return the name of the partition of a seed."""
@@ -61,12 +65,12 @@ class Suite:
 
     def data(self, path: str) -> list[str]:
         """Return the overrides that select the images. ``path`` is ``dataset.path``."""
-        return [f"dataset.path={quote_value(path)}", f"dataset.limit={self.num_images}"]
+        return [f"dataset.path={quote_value(path)}", f"dataset.limit={self.num_images}"] if self.recorded else []
 
     def arguments(self, row: Row, seed: int, data: str, partitions: Path) -> list[str]:
         """Return the overrides of a run. The folder ``partitions`` contains the CSV files."""
         file = quote_value(str(partitions / f"{self.partition(seed)}.csv"))
-        partition = ["partition=file", f"partition.file={file}"] if row.partitioned else []
+        partition = ["partition=file", f"partition.file={file}"] if row.partitioned and self.recorded else []
         return [*self.overrides, *self.data(data), *partition, *row.overrides, f"seed={seed}"]
 
 
@@ -101,6 +105,19 @@ METHODS = {  # with the settings that a method needs in addition, see docs/learn
     "moco_v3": ["method=moco_v3"],
     "barlow_twins": ["method=barlow_twins"],
 }
+_BYOL = ("method=byol", "method.projector.last_batch_norm=true")
+_LOCAL = {"fedu, local predictor": ("strategy=fedu", "strategy.predictor=local")}
+_LAYER_WISE = {"layer-wise": ("strategy=fedavg", "schedule=layer_wise")}
+DIGITS = tuple(  # clients in conflict: FedU's partition, and every mechanism of benchmarks/mechanisms.py
+    Row(name, method, (*overrides, *options), stage, 1.0)
+    for stage, (method, options, names, others) in enumerate(
+        (
+            ("byol", _BYOL, ("fedavg", "fedu"), _LOCAL | {SINGLE: BOUNDS[SINGLE]}),
+            ("simclr", (), ("fedavg", "fedu", "l_dawa", "eua", "featarc"), {SINGLE: BOUNDS[SINGLE]} | _LAYER_WISE),
+        )
+    )
+    for name, overrides in ({name: _overrides(name) for name in names} | others).items()
+)
 _OTHERS = [rule for rule in RULES if rule not in (*TABLE_1, *TABLE_2)]
 
 SUITES = {
@@ -109,6 +126,16 @@ SUITES = {
         overrides=("experiment=bench_cpu", "threads=1", "engine=local"),
         rows=rows([RULES], METHODS | {"simclr": ["method.temperature=0.2"]}, ["fedavg", "l_dawa"]),
         num_images=5000,
+    ),
+    "digits": Suite(
+        name="digits",
+        overrides=("experiment=digits_conflict", "encoder.width=16", "rounds=6", "threads=1", "engine=local"),
+        rows=DIGITS,
+        num_images=1438,
+        seeds=(0, 1, 2, 3, 4),
+        clients=5,
+        jobs=1,
+        recorded=False,
     ),
     "gpu": Suite(
         name="gpu",

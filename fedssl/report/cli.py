@@ -1,15 +1,16 @@
 """The command ``fedssl-report``: results of any runs as a table, and figures.
 
-    fedssl-report DIR... [--paper PAPER.TABLE] [--metrics NAME...] [--figures [NAME...]] [--into FOLDER] [--out FILE]
-        [--watch SECONDS]
+    fedssl-report DIR... [--paper PAPER.TABLE] [--reference KEY=VALUE] [--metrics NAME...] [--figures [NAME...]]
+        [--into FOLDER] [--out FILE] [--watch SECONDS]
 
 A folder is a run folder or contains some (``multirun/...``, ``runs``). Runs that differ only in their seed make one
 row, with mean and standard deviation; unfinished runs are listed with the reason. ``--figures`` writes the given
 figures, or all that a run has data for, to its ``figures/`` as PNG, PDF and CSV, also while it is running; figures of
 several runs are written to ``FOLDER/figures/``. ``--metrics`` selects results in tables and in figures of several
 runs. If some figures cannot be written, all others are, and the exit status is 2. ``--paper`` compares the runs with a
-table of a paper (`fedssl.report.paper_table`). ``--out`` writes the tables to FILE.md or FILE.tex, the results to
-FILE.csv and the costs to FILE_costs.csv, or a page to FILE.html (`fedssl.report.html_page`); ``--watch`` repeats
+table of a paper (`fedssl.report.paper_table`), ``--reference strategy=fedavg`` with the runs that have this choice
+instead, paired by seed (`fedssl.report.paired_table`). ``--out`` writes the tables to FILE.md or FILE.tex, the results
+to FILE.csv and the costs to FILE_costs.csv, or a page to FILE.html (`fedssl.report.html_page`); ``--watch`` repeats
 everything until all runs have ended.
 """
 
@@ -25,6 +26,7 @@ from fedssl.config.literal import user_path
 from fedssl.errors import InputError
 from fedssl.report.accuracy_table import run_results
 from fedssl.report.cost_table import cost_table
+from fedssl.report.paired_table import paired_table
 from fedssl.report.paper_table import paper_table, read_table
 from fedssl.runs.run import Run, find_runs, is_locked, run_folders, select_metrics
 from fedssl.safe_io import sanitize
@@ -47,9 +49,18 @@ def _run(options: argparse.Namespace) -> None:
         raise InputError(f"--into {options.into} requires --figures NAME...; add it, or remove --into")
     if options.metrics and options.paper:
         raise InputError("--metrics and --paper exclude each other: a paper has its own metrics; remove one of them")
+    if options.reference and (options.paper or options.watch is not None):
+        raise InputError("--reference compares runs that have ended; remove --paper and --watch")
     failures = [] if options.figures is None else figures(options)
     try:
-        report(options.folders, out=options.out, paper=options.paper, watch=options.watch, metrics=options.metrics)
+        report(
+            options.folders,
+            out=options.out,
+            paper=options.paper,
+            watch=options.watch,
+            metrics=options.metrics,
+            reference=options.reference,
+        )
     except InputError as error:
         failures.append(str(error))
     if failures:
@@ -90,8 +101,9 @@ def report(
     paper: str | None = None,
     watch: float | None = None,
     metrics: Sequence[str] | None = None,
+    reference: str | None = None,
 ) -> None:
-    """Print the tables of the runs in folders, or the comparison with a paper, and write them to ``out``.
+    """Print the tables of the runs in folders, or the comparison with a paper or a reference; write them to ``out``.
 
     Repeat it every ``watch`` seconds until all runs have ended. ``metrics`` are the results in the tables.
     """
@@ -107,7 +119,7 @@ def report(
         if watch is None:
             _check_results(runs)
         runs = select_metrics(runs, metrics)
-        tables = _tables(runs, paper)
+        tables = _tables(runs, paper, reference)
         text = "\n\n".join(table.text() for table in tables)
         if text != printed:
             print(f"\n{text}" if printed else text, flush=True)
@@ -128,9 +140,11 @@ def _check_results(runs: Sequence[Run]) -> None:
         raise InputError(f"no run has finished, so there are no results ({listed}{more}); {hint}")
 
 
-def _tables(runs: Sequence[Run], paper: str | None) -> list[TextTable]:
+def _tables(runs: Sequence[Run], paper: str | None, reference: str | None) -> list[TextTable]:
     if paper is not None:
         return [paper_table(paper, runs)]
+    if reference is not None:
+        return [paired_table(runs, reference)]
     costs = cost_table(runs)
     return [run_results(runs).table(), *([costs] if costs.rows else [])]
 
@@ -198,6 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     own = "folder with your own settings, for figures of models"
     add("--config-dir", metavar="FOLDER", type=user_path, action="append", default=[], help=own)
     add("--paper", metavar="PAPER.TABLE", help="compare with a table of a paper, e.g. l_dawa.table2")
+    add("--reference", metavar="KEY=VALUE", help="differences from this choice by seed, e.g. strategy=fedavg")
     out = (
         "write the tables to FILE.md or FILE.tex, the results to FILE.csv and the costs to FILE_costs.csv, or a "
         "page with figures to FILE.html"

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from benchmarks.fedssl_bench import partitions, results
-from benchmarks.fedssl_bench.ranking import differences, friedman, holm, ranks
 from benchmarks.fedssl_bench.results import BenchResult, merge, page
 from benchmarks.fedssl_bench.running import Job, Runner
 from benchmarks.fedssl_bench.suites import ALL, RULES, SINGLE, SUITES, UNTRAINED, VARIANTS
@@ -67,38 +66,6 @@ def test_failed_runs_are_repeated_and_stopped_ones_resumed(tmp_path, command, ca
     assert order.count("good output_dir") == 1
 
 
-def test_ranks_by_hand():
-    # Seed 0: b, then a and c share places 2 and 3. Seed 1: a, b, c.
-    assert ranks({"a": [1.0, 9.0], "b": [2.0, 8.0], "c": [1.0, 7.0]}) == {"a": 1.75, "b": 1.5, "c": 2.75}
-
-
-def test_friedman_by_hand():
-    # Three rows, four seeds, always the same order: rank sums 4, 8, 12. chi2 = 12 / (4 * 3 * 4) * (16 + 64 + 144)
-    # - 3 * 4 * 4 = 56 - 48 = 8; with two degrees of freedom p = exp(-8 / 2).
-    values = {"a": [9.0, 8.0, 9.0, 7.0], "b": [5.0, 5.5, 6.0, 5.0], "c": [1.0, 2.0, 3.0, 4.0]}
-    assert friedman(values) == pytest.approx(0.018315638888734)
-    assert friedman({"a": [1.0], "b": [2.0], "c": [3.0]}) is None
-    assert friedman({name: [10.0, 11.0] for name in "abc"}) is None  # nothing to rank
-
-
-def test_paired_differences_by_hand():
-    # Differences 1, 2, 3: mean 2, deviation 1, t = 2 * sqrt(3); with two degrees of freedom
-    # p = 1 - t / sqrt(2 + t^2) = 1 - sqrt(12 / 14) = 0.0741799. Two rows, Holm: twice as much.
-    found = differences(
-        {"fedavg": [10.0, 20.0, 30.0], "x": [11.0, 22.0, 33.0], "y": [10.0, 20.0, 30.0]}, reference="fedavg"
-    )
-    assert (found["x"].mean, found["x"].spread) == (2.0, 1.0)
-    assert found["x"].p == pytest.approx(2 * 0.0741799, abs=1e-6)
-    assert found["y"].p == 1.0
-    assert differences({"fedavg": [1.0], "x": [2.0]}, reference="fedavg") == {}
-
-
-def test_holm_by_hand():
-    # Sorted 0.01, 0.02, 0.03, times 3, 2, 1: 0.03, 0.04, and 0.03 raised to the one before.
-    assert holm({"b": 0.02, "a": 0.01, "c": 0.03}) == pytest.approx({"a": 0.03, "b": 0.04, "c": 0.04})
-    assert holm({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
-
-
 def entry(rule: str, seed: int, linear: float, method: str = "simclr") -> BenchResult:
     results = {"linear": linear, "knn": linear - 0.1}
     return BenchResult(
@@ -122,8 +89,10 @@ def test_the_page_ranks_rows_over_common_seeds() -> None:
     cells = {name.strip(): [cell.strip() for cell in each] for name, *each in table}
     assert cells["fedavg"][:3] == ["42.0 (40.0-44.0)", "32.0 (30.0-34.0)", "+12.0"]
     # Differences from FedAvg of 1, 2, 3 points, as in the test above, but a single row needs no correction.
-    assert cells["eua"][3:] == ["+2.0 ± 1.0", "0.07", "1.0", "2"]
-    assert cells[f"({ALL})"][5] == ""  # no rank for a bound
+    # The interval is 2 -+ 4.303 / sqrt(3), the effect 2 / sqrt(pi), see tests/fedssl/report/test_significance.py.
+    assert cells["eua"][3:] == ["+2.0 ± 1.0", "-0.5 to +4.5", "0.07", "+1.1", "10", "1.0", "2"]
+    assert cells[f"({ALL})"][8] == ""  # no rank for a bound
+    assert "3 seeds detect a difference of 3.3 points with probability 0.8" in output
     fewer = page(SUITES["cpu"], [*entries, entry("krum", 0, 0.5), entry("krum", 1, 0.5)])
     assert "### `method=simclr`, seeds 0, 1\n" in fewer  # the third is not there yet
     assert "| krum | 50.0 (50.0-50.0) |" in fewer
@@ -152,7 +121,7 @@ def test_rows_compose_and_use_the_recorded_partitions(name, keys, tmp_path) -> N
 
 
 def test_partitions_are_the_recorded_ones(tmp_path):
-    names = [suite.partition(seed) for suite in SUITES.values() for seed in suite.seeds]
+    names = [suite.partition(seed) for suite in SUITES.values() if suite.recorded for seed in suite.seeds]
     partitions.write_csv(names, tmp_path)
     texts = {name: (tmp_path / f"{name}.csv").read_text() for name in names}
     for copy in ("one", "two"):
