@@ -2,10 +2,12 @@
 
 import logging
 import socket
+import threading
 
 import pytest
 
-from fedssl.datasets import base, listing
+from fedssl.datasets import base, cache, listing, tables
+from fedssl.datasets.decoding import Decoding
 
 
 @pytest.fixture
@@ -23,3 +25,26 @@ def log_again(caplog: pytest.LogCaptureFixture) -> None:
     """Log lines again that this process has logged."""
     listing.log_once.cache_clear()
     caplog.set_level(logging.INFO)
+
+
+@pytest.fixture
+def cache_all_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cache also what is decoded at once, in small pieces."""
+    monkeypatch.setattr(cache, "MIN_SECONDS_TO_CACHE", 0)
+    monkeypatch.setattr(tables, "CHUNK", 7)
+    base._read_split.cache_clear()
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Sources that are decoded while pixels or an index are made, and not for the batches of encoded images."""
+    seen: list[object] = []
+    original = Decoding.each
+
+    def noted(source: object) -> object:
+        if not threading.current_thread().name.startswith("decode"):
+            seen.append(source)
+        return source
+
+    monkeypatch.setattr(Decoding, "each", lambda decoding, sources: original(decoding, map(noted, sources)))
+    return seen
