@@ -1,6 +1,8 @@
 """Tables of CSV files and lines of JSON, and image files that a column of a table names."""
 
+import logging
 import os
+import re
 from functools import lru_cache
 from pathlib import Path
 
@@ -9,9 +11,11 @@ from pyarrow import csv, json
 
 from fedssl.csv_file import csv_text, decoded
 from fedssl.datasets.formats import SUFFIXES as IMAGE_SUFFIXES
-from fedssl.datasets.listing import ending_of
+from fedssl.datasets.listing import ending_of, log_once
+from fedssl.safe_io import sanitize
 
 SUFFIXES = (".csv", ".tsv", ".jsonl")
+_ZERO_PADDED = re.compile(r"\s*0\d")  # of names, such as 01, which is not 1
 
 
 def manifest_table(file: Path) -> pa.Table:
@@ -36,14 +40,27 @@ def _table(file: Path, _modified: int) -> pa.Table:
         content = decoded(file).encode()
         return json.read_json(pa.BufferReader(content), json.ReadOptions(block_size=len(content) + 1))  # long lines
     text, delimiter = csv_text(file)
-    table = csv.read_csv(
-        pa.BufferReader(text.encode()),
-        parse_options=csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-        convert_options=csv.ConvertOptions(strings_can_be_null=True),
-    )
+    parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    convert = csv.ConvertOptions(strings_can_be_null=True)
+    table = csv.read_csv(pa.BufferReader(text.encode()), parse_options=parse, convert_options=convert)
+    convert = csv.ConvertOptions(column_types=dict.fromkeys(table.column_names, pa.string()))
+    texts = csv.read_csv(pa.BufferReader(text.encode()), parse_options=parse, convert_options=convert)
     names = [name.strip() for name in table.column_names]
     if found := next(filter(names_image, names), None):
         raise pa.ArrowInvalid(f"its first line has the file {found}; write names of the columns above, as path,label")
     if len({*names}) < len(names):
         raise pa.ArrowInvalid(f"two of its columns {', '.join(names)} have the same name")
-    return table.rename_columns(names)
+    columns = zip(names, table.columns, texts.columns, strict=True)
+    return pa.table([_as_written(f"{file}: {name}", *both) for name, *both in columns], names)
+
+
+def _as_written(name: str, column: pa.ChunkedArray, texts: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return a column, or its texts if these are numbers with leading zeros; log words that count as missing."""
+    if pa.types.is_integer(column.type) and any(map(_ZERO_PADDED.match, texts.to_pylist())):
+        return pa.chunked_array([[text or None for text in texts.to_pylist()]])
+    if pa.types.is_string(column.type) and column.null_count:
+        words = [text for text, value in zip(texts.to_pylist(), column, strict=True) if not value.is_valid and text]
+        if words:
+            line = f"{name}: {len(words):,} values {', '.join(sorted(set(words)))} are read as missing; write names "
+            log_once(logging.WARNING, sanitize(f"{line}differently"))
+    return column

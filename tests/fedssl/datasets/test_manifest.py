@@ -65,16 +65,18 @@ def test_lines_of_json_as_datasets_reads_them(images: Path) -> None:
     assert load_federated(settings_of("folder", path=path, size=4, cache=None)).classes == ("cat", "dog")
 
 
-def test_labels_are_numbers_names_or_missing(images: Path) -> None:
+def test_labels_are_numbers_names_or_missing(images: Path, log_again: None, caplog: pytest.LogCaptureFixture) -> None:
     lines = [f"my images/{number}.png" for number in range(4)]
     for written, labels, classes in (
         (["3", "0", "1", "0"], [3, 0, 1, 0], ()),
         (["3.0", "", "1.0", "nan"], [3, -1, 1, -1], ()),
         (["b", "", "a", "NaN"], [1, -1, 0, -1], ("a", "b")),
+        (["10", "", "02", "1"], [2, -1, 0, 1], ("02", "1", "10")),  # not the number 2
     ):
         rows = [f"{line},{label}" for line, label in zip(lines, written, strict=True)]
         data = read(images, "\n".join(["path,label", *rows]))
         assert (data.labels.tolist(), data.classes) == (labels, classes)
+    assert "list.csv: label: 1 values NaN are read as missing; write names differently" in caplog.text
     assert read(images, "path\n" + "\n".join(lines)).labels is None
 
 
