@@ -11,7 +11,7 @@ from pyarrow import csv, json
 
 from fedssl.csv_file import csv_text, decoded
 from fedssl.datasets.formats import SUFFIXES as IMAGE_SUFFIXES
-from fedssl.datasets.listing import ending_of, log_once
+from fedssl.datasets.listing import ending_of, is_file, is_folder, log_once
 from fedssl.safe_io import sanitize
 
 SUFFIXES = (".csv", ".tsv", ".jsonl")
@@ -24,9 +24,24 @@ def manifest_table(file: Path) -> pa.Table:
 
 
 def named_file(value: str, folder: Path) -> Path:
-    """Return the file that a table in ``folder`` names; Windows writes backslashes."""
+    """Return the file that a table in ``folder`` names, also without its ending; Windows writes backslashes."""
     path = folder / value.strip()
-    return folder / value.strip().replace("\\", os.sep) if "\\" in value and not path.exists() else path
+    if "\\" in value and not path.exists():
+        path = folder / value.strip().replace("\\", os.sep)
+    if names_image(path.name) or is_file(path) or not is_folder(path.parent):
+        return path
+    return _by_stem(path.parent, path.parent.stat().st_mtime_ns).get(path.name) or path
+
+
+@lru_cache(maxsize=64)
+def _by_stem(folder: Path, _modified: int) -> dict[str, Path | None]:
+    """Return the image files of a folder by their names without endings; None for several of one name."""
+    found: dict[str, Path | None] = {}
+    for file in folder.iterdir():
+        if ending := names_image(file.name) and ending_of(file.name):
+            stem = file.name[: -len(ending)]
+            found[stem] = None if stem in found else file
+    return found
 
 
 def names_image(text: str) -> bool:

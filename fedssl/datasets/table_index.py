@@ -158,7 +158,7 @@ def _existing(index: "RowIndex", query: Query, chosen: np.ndarray | None) -> "Ro
         line = f"{len(missing):,} of the {len(images):,} image files that {table} names do not exist, such as {listed}"
         if not query.skip_missing or not len(rows):
             raise InputError(
-                f"{line}; correct the paths, which begin at {table.parent} and have an ending, or use the others with "
+                f"{line}; correct the paths, which begin at {table.parent}, or use the others with "
                 "dataset.skip_missing=true"
             )
         warnings += (f"{line}: the others are used",)

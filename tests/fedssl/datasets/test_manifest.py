@@ -80,6 +80,17 @@ def test_labels_are_numbers_names_or_missing(images: Path, log_again: None, capl
     assert read(images, "path\n" + "\n".join(lines)).labels is None
 
 
+def test_names_without_an_ending_are_completed(images: Path) -> None:
+    (images / "my images" / "2.txt").touch()
+    text = "path,label\nmy images/1,a\nmy images/2,b\n"
+    assert first_pixels(read(images, text).images) == [10, 20]
+    (images / "my images" / "2.tif").touch()
+    with pytest.raises(
+        InputError, match=r"1 of the 2 image files that .* do not exist, such as .*my images/2; correct"
+    ):
+        read(images, text)
+
+
 def test_missing_files_are_counted_and_may_be_skipped(images: Path) -> None:
     text = "path,label\nmy images/1.png,a\ngone/2.png,b\n,a\nmy images/3.png,b\n"
     message = r"^2 of the 4 image files that .*list\.csv names do not exist, such as .*gone/2\.png.*; correct the paths"

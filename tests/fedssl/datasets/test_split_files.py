@@ -35,6 +35,17 @@ def test_files_and_folders_named_after_splits(tmp_path: Path, train: str, test: 
     assert [file.name for file in files_of_split(find(everything), "test")] == [Path(test).name]
 
 
+def test_folders_with_the_same_shards_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As the configurations of a data set in a copy of its repository."""
+    shards = [f"train-0000{number}-of-00002.parquet" for number in range(2)]
+    root = touch(tmp_path, *(f"{name}/{shard}" for name in ("plain", "small") for shard in shards))
+    assert found(root, "train") == shards * 2
+    assert f"/small are read as one data set; if these are several, set dataset.path={root / 'plain'}" in caplog.text
+    caplog.clear()
+    assert found(root / "plain", "train") == shards
+    assert "one data set" not in caplog.text
+
+
 def test_a_split_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     mine = touch(tmp_path / "a", "mine.parquet")
     assert (found(mine, "train"), found(mine, "test"), has_held_out(find(str(mine)))) == (["mine.parquet"], [], False)
