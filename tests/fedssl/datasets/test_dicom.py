@@ -11,14 +11,11 @@ import numpy as np
 import pydicom
 import pytest
 from PIL import Image
-from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.encaps import encapsulate
 from pydicom.filebase import DicomBytesIO
 from pydicom.filewriter import write_dataset
 from pydicom.sequence import Sequence
 from pydicom.uid import (
-    EnhancedCTImageStorage,
-    ExplicitVRLittleEndian,
     RLELossless,
 )
 
@@ -28,59 +25,10 @@ from fedssl.datasets.folder import read
 from fedssl.datasets.listing import list_files
 from fedssl.datasets.pages import open_pages
 from fedssl.datasets.pixels import deep_raster
-from fedssl.datasets.sample_checks import range_warnings
 from fedssl.export.preprocess import Preprocess
+from tests.fedssl.datasets.dicom_files import FILES, RAMP, item, levels, make, opened, palette, stack, windows
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
-
-RAMP = np.array([[0, 1], [1000, 4095]])
-FILES = {file.stem: file for file in (Path(pydicom.__file__).parent / "data" / "test_files").glob("*.dcm")}
-
-
-def make(values: np.ndarray = RAMP, *, bits: int = 12, signed: bool = False, **tags: object) -> bytes:
-    """A file with these values; a keyword is a tag."""
-    dataset = Dataset()
-    dataset.file_meta = FileMetaDataset()
-    dataset.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
-    dataset.file_meta.MediaStorageSOPClassUID = dataset.SOPClassUID = EnhancedCTImageStorage
-    dataset.file_meta.MediaStorageSOPInstanceUID = dataset.SOPInstanceUID = "1.2.3"
-    dataset.PatientName = "Doe^Jane"
-    dataset.Rows, dataset.Columns = values.shape[:2]
-    dataset.SamplesPerPixel = 3 if values.ndim == 3 else 1
-    dataset.PhotometricInterpretation = "RGB" if values.ndim == 3 else "MONOCHROME2"
-    if values.ndim == 3:
-        dataset.PlanarConfiguration = 0
-    dataset.BitsAllocated = 8 if bits <= 8 else 16
-    dataset.BitsStored, dataset.HighBit, dataset.PixelRepresentation = bits, bits - 1, int(signed)
-    kind = np.dtype(("<i" if signed else "<u") + str(dataset.BitsAllocated // 8))
-    content = values.astype(kind).tobytes()
-    dataset.PixelData = content + bytes(len(content) % 2)
-    dataset["PixelData"].VR = "OW"
-    for name, value in tags.items():
-        if name == "TransferSyntaxUID":
-            dataset.file_meta.TransferSyntaxUID = value
-        else:
-            setattr(dataset, name, value)
-    stream = io.BytesIO()
-    dataset.save_as(stream, enforce_file_format=True)
-    return stream.getvalue()
-
-
-def item(**tags: object) -> Dataset:
-    dataset = Dataset()
-    for name, value in tags.items():
-        setattr(dataset, name, value)
-    return dataset
-
-
-def levels(content: bytes, **settings: object) -> list[list[int]]:
-    return Decoding(channels=1, size=2, dtype="uint8", **settings)(content)[0].tolist()
-
-
-def opened(content: bytes | str) -> tuple[Image.Image, np.ndarray]:
-    with open_pages(content, max_pixels=10**7, channels=1) as pages:
-        image = pages.page(0)
-        return image, np.asarray(image)
 
 
 def test_the_range_is_that_of_the_stored_bits():
@@ -180,18 +128,6 @@ def test_color_of_16_bits_keeps_every_value():
     assert deep_raster(cropped) is None
 
 
-def stack(frames: np.ndarray, **tags: object) -> bytes:
-    """A file with several frames ``(n, rows, columns)``."""
-    values = frames.astype("<u2")
-    return make(values[0], NumberOfFrames=len(values), PixelData=values.tobytes(), **tags)
-
-
-def windows(*centers: float) -> Sequence:
-    """Groups of frames with windows of the width 401: center - 200.5 to center + 199.5."""
-    window = [{"WindowCenter": str(center), "WindowWidth": "401"} for center in centers]
-    return Sequence([item(FrameVOILUTSequence=Sequence([item(**tags)])) for tags in window])
-
-
 def test_frames_are_pages_in_any_order(tmp_path: Path):
     frames = np.random.default_rng(0).integers(0, 4096, (5, 4, 4), dtype=np.uint16)
     (tmp_path / "a.dcm").write_bytes(stack(frames))
@@ -258,17 +194,6 @@ def test_time_is_not_quadratic_in_the_number_of_frames(tmp_path: Path, monkeypat
     assert len(reads) <= 2 * 200 + 2  # each frame's group and its window, and the first frame's again
 
 
-def palette(
-    values: np.ndarray = RAMP // 16, *, bits: int = 8, stated: int = 16, part: str = "", **tags: bytes
-) -> bytes:
-    """A file with the same table for each color."""
-    for color in ("Red", "Green", "Blue"):
-        tags[f"{color}PaletteColorLookupTableDescriptor"] = [256, 0, stated]
-        tags[f"{part}{color}PaletteColorLookupTableData"] = tags["table"]
-    del tags["table"]
-    return make(values, bits=bits, PhotometricInterpretation="PALETTE COLOR", **tags)
-
-
 def test_palettes():
     inverted = 255 - np.arange(256)
     wide, narrow = (inverted * 257).astype("<u2").tobytes(), inverted.astype("u1").tobytes()
@@ -328,34 +253,6 @@ def test_a_folder_of_a_disc(tmp_path: Path):
         "train", channels=1, size=2, dtype="uint8", limit=None, path=str(tmp_path), folders="none", test_fraction=0.0
     )
     assert data.images[:].tolist() == [[[[0, 0], [62, 255]]]] * 4
-
-
-def test_frames_and_values_without_a_window_are_a_warning():
-    decoding = Decoding(channels=1, size=8)
-    frames, contrast = range_warnings([FILES["SC_rgb_rle_2frame"], FILES["CT_small"], FILES["MR_small"]], decoding)
-    assert frames.startswith("1 of a sample of 3 images have several pages or frames, and only the first is used")
-    assert contrast.endswith(
-        "1 images with more than 8 bits are -896 to 1,167 of -33,792 to 31,743, so that they have hardly any contrast; "
-        "set dataset.window=[-896,1167]"
-    )
-    assert range_warnings([FILES["CT_small"]], Decoding(channels=1, size=8, window=[-160, 240])) == ()
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(formats, "INSTALLED", frozenset({"HEIF"}))
-    ((count, remedy),) = formats.missing_packages({".dcm": 3, ".ima": 1, ".heic": 9, ".txt": 5})
-    assert (count, remedy) == (4, "DICOM images need pydicom (uv sync --extra dicom, or pip install 'fedssl[dicom]')")
-
-
-def test_values_that_are_not_finite_are_no_part_of_a_warning():
-    for value in (np.inf, np.nan):
-        stream = io.BytesIO()
-        Image.fromarray(np.array([[0, value]], np.float32)).save(stream, "TIFF")
-        found = range_warnings([stream.getvalue()], Decoding(channels=1, size=2, window=[0, 1]))
-        assert len(found) == np.isnan(value)
-        assert all(
-            "1 images have pixels without a value (NaN, no data), which become black" in warning for warning in found
-        )
 
 
 def test_threads_leave_the_filter_of_warnings_alone():
@@ -419,14 +316,3 @@ def test_only_the_requested_frame_is_read(tmp_path: Path):
     tracemalloc.stop()
     assert found == [frames[number, 0, 0] for number in (999, 0, 500)]
     assert peak < 2**20
-
-
-def test_one_window_for_several_modalities_is_a_warning():
-    files = [FILES["693_J2KI"], FILES["CT_small"], FILES["MR_small"]]
-    (_, warning) = range_warnings(files, Decoding(channels=1, size=8, window=[-160, 240]))
-    assert warning.startswith("dataset.window=[-160,240] is used for several modalities, and makes these shares of")
-    assert "CT 54%, MR 79%; set dataset.window=null for the window of each file, or dataset.path to" in warning
-    inside = [values[np.isfinite(values)] for values in (opened(str(file))[1] for file in files)]
-    first, second, third = (np.mean((values < -160) | (values > 240)) for values in inside)
-    assert ((first + second) / 2, third) == pytest.approx((0.54, 0.79), abs=0.005)
-    assert range_warnings(files[1:], Decoding(channels=1, size=8, percentiles=[0.5, 99.5])) == ()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.datasets.listing import Listing, list_files
+from fedssl.datasets.listing import Listing, ending_of, list_files
 from fedssl.errors import InputError
 
 
@@ -60,3 +60,8 @@ def test_an_unreadable_folder_is_one_sentence(tmp_path: Path, monkeypatch: pytes
         InputError, match=r"/private cannot be read \(Permission denied\); allow .*, or move it out of /"
     ):
         images(tmp_path)
+
+
+def test_endings_with_two_parts() -> None:
+    names = {"a.NII.GZ": ".nii.gz", "a.b.gz": ".gz", "a.nii": ".nii", "gz": "", ".gz": ""}
+    assert {name: ending_of(name) for name in names} == names

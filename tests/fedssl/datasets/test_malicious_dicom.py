@@ -11,7 +11,7 @@ from pydicom.encaps import encapsulate
 from pydicom.uid import DeflatedExplicitVRLittleEndian, JPEG2000Lossless, JPEGBaseline8Bit, RLELossless
 
 from fedssl.datasets.decoding import Decoding, Page
-from tests.fedssl.datasets.test_dicom import RAMP, make, opened, palette
+from tests.fedssl.datasets.dicom_files import RAMP, make, opened, palette
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
 

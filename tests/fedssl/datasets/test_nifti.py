@@ -11,7 +11,7 @@ from PIL import Image
 
 from fedssl.datasets import formats
 from fedssl.datasets.decoding import Decoding, Page, unreadable_reason
-from fedssl.datasets.listing import ending_of, list_files
+from fedssl.datasets.listing import list_files
 from fedssl.datasets.pages import Pages, open_pages
 from fedssl.datasets.sample_checks import range_warnings
 from fedssl.errors import InputError
@@ -156,27 +156,6 @@ def test_pages_in_any_order(tmp_path):
         assert all(np.array_equal(one[0], values[..., n].T) for one, n in zip(found, numbers, strict=False))
         assert isinstance(beyond, IndexError)
     assert list_files(tmp_path, formats.SUFFIXES).paths == ["a.nii", "b.nii.gz"]
-
-
-def test_endings_with_two_parts():
-    assert [ending_of(name) for name in ("a.NII.GZ", "a.b.gz", "a.nii", "gz", ".gz")] == [
-        ".nii.gz",
-        ".gz",
-        ".nii",
-        "",
-        "",
-    ]
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(formats, "INSTALLED", frozenset())
-    content = nifti(np.zeros((4, 4, 1), np.uint8))
-    with pytest.raises(InputError, match=r"NIFTI images of this kind need nibabel \(uv sync --extra nifti"):
-        Decoding(channels=1, size=4)(content)
-    assert (
-        3,
-        "NIFTI images need nibabel (uv sync --extra nifti, or pip install 'fedssl[nifti]')",
-    ) in formats.missing_packages({".nii.gz": 3})
 
 
 def changed(content: bytes, *, place: int, kind: str, value: object) -> bytes:

@@ -10,7 +10,6 @@ import pytest
 import tifffile
 from PIL import Image
 
-from fedssl.datasets import formats
 from fedssl.datasets.decoding import Decoding, Page, unreadable_reason
 from fedssl.datasets.pages import Successive
 from fedssl.errors import InputError
@@ -143,12 +142,6 @@ def test_a_mixture_has_the_widest_dtype_of_a_sample():
         narrow(sixteen)
     reduced = Decoding(channels=3, size=6, dtype="uint8")(sixteen)
     assert np.array_equal(reduced, (COLOR.transpose(2, 0, 1) // 256))
-
-
-def test_a_missing_package_is_one_sentence(monkeypatch):
-    monkeypatch.setattr(formats, "INSTALLED", frozenset())
-    with pytest.raises(InputError, match=r"need tifffile \(uv sync --extra tiff"):
-        Decoding(channels=13, size=6)(tiff(np.zeros((6, 6, 13), np.uint16), **BANDS))
 
 
 def test_pillow_reduces_color_of_16_bits_so_that_a_path_is_needed(tmp_path):

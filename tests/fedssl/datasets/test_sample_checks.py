@@ -1,5 +1,6 @@
 """Warnings about data sets whose images have hardly any content."""
 
+import io
 import logging
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from fedssl.datasets import base
 from fedssl.datasets.base import load_federated
 from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.sample_checks import range_warnings
+from tests.fedssl.datasets.dicom_files import FILES, opened
 from tests.fedssl.datasets.made import png, settings_of
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
@@ -71,3 +73,36 @@ def test_avif_of_more_than_8_bits_is_named():
     plain = imagecodecs.avif_encode((values >> 2).astype(np.uint8))
     (warning,) = range_warnings([deep, plain], Decoding(channels=3, size=8))
     assert warning.startswith("1 of a sample of 2 images are AVIF or HEIC with more than 8 bits, of which 8 are used")
+
+
+def test_frames_and_values_without_a_window_are_a_warning():
+    decoding = Decoding(channels=1, size=8)
+    frames, contrast = range_warnings([FILES["SC_rgb_rle_2frame"], FILES["CT_small"], FILES["MR_small"]], decoding)
+    assert frames.startswith("1 of a sample of 3 images have several pages or frames, and only the first is used")
+    assert contrast.endswith(
+        "1 images with more than 8 bits are -896 to 1,167 of -33,792 to 31,743, so that they have hardly any contrast; "
+        "set dataset.window=[-896,1167]"
+    )
+    assert range_warnings([FILES["CT_small"]], Decoding(channels=1, size=8, window=[-160, 240])) == ()
+
+
+def test_values_that_are_not_finite_are_no_part_of_a_warning():
+    for value in (np.inf, np.nan):
+        stream = io.BytesIO()
+        Image.fromarray(np.array([[0, value]], np.float32)).save(stream, "TIFF")
+        found = range_warnings([stream.getvalue()], Decoding(channels=1, size=2, window=[0, 1]))
+        assert len(found) == np.isnan(value)
+        assert all(
+            "1 images have pixels without a value (NaN, no data), which become black" in warning for warning in found
+        )
+
+
+def test_one_window_for_several_modalities_is_a_warning():
+    files = [FILES["693_J2KI"], FILES["CT_small"], FILES["MR_small"]]
+    (_, warning) = range_warnings(files, Decoding(channels=1, size=8, window=[-160, 240]))
+    assert warning.startswith("dataset.window=[-160,240] is used for several modalities, and makes these shares of")
+    assert "CT 54%, MR 79%; set dataset.window=null for the window of each file, or dataset.path to" in warning
+    inside = [values[np.isfinite(values)] for values in (opened(str(file))[1] for file in files)]
+    first, second, third = (np.mean((values < -160) | (values > 240)) for values in inside)
+    assert ((first + second) / 2, third) == pytest.approx((0.54, 0.79), abs=0.005)
+    assert range_warnings(files[1:], Decoding(channels=1, size=8, percentiles=[0.5, 99.5])) == ()

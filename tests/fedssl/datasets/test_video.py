@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedssl.datasets import formats
 from fedssl.datasets.decoding import Decoding, Page, unreadable_reason
 from fedssl.datasets.folder import read
 from fedssl.datasets.formats import module_of
@@ -188,11 +187,6 @@ def test_absurd_times_are_refused():
     gap = video([0, 2_000_000 / 25], [9, 9])
     with open_pages(gap, max_pixels=10**6, channels=1) as pages, pytest.raises(ValueError, match="and its times are"):
         assert pages.count > math.inf
-
-
-def test_a_missing_package_is_named():
-    assert formats.PACKAGES["VIDEO"] == "av"
-    assert {".mp4", ".webm", ".mpg"} <= set(formats.SUFFIXES)
 
 
 def test_mpeg_is_decoded_once(tmp_path, monkeypatch):

@@ -1,0 +1,33 @@
+"""Formats that need a package: what is said without it."""
+
+import io
+
+import nibabel
+import numpy as np
+import pytest
+import tifffile
+
+from fedssl.datasets import formats
+from fedssl.datasets.decoding import Decoding
+from fedssl.errors import InputError
+
+NIFTI = nibabel.Nifti1Image(np.zeros((4, 4, 1), np.uint8), np.eye(4)).to_bytes()
+STREAM = io.BytesIO()
+tifffile.imwrite(STREAM, np.zeros((6, 6, 13), np.uint16), photometric="minisblack", planarconfig="contig")
+
+
+@pytest.mark.parametrize(("name", "content", "channels"), [("nifti", NIFTI, 1), ("tiff", STREAM.getvalue(), 13)])
+def test_an_image_names_the_package_that_it_needs(monkeypatch, name, content, channels):
+    monkeypatch.setattr(formats, "INSTALLED", frozenset())
+    package = formats.PACKAGES[name.upper()]
+    with pytest.raises(InputError, match=f"{name.upper()} images of this kind need {package} .uv sync --extra {name}"):
+        Decoding(channels=channels, size=4)(content)
+
+
+def test_ignored_files_name_the_packages_that_they_need(monkeypatch):
+    monkeypatch.setattr(formats, "INSTALLED", frozenset({"HEIF"}))
+    ignored = {".dcm": 3, ".ima": 1, ".nii.gz": 3, ".mp4": 1, ".webm": 1, ".mpg": 1, ".heic": 9, ".txt": 5}
+    assert formats.missing_packages(ignored) == [
+        (count, f"{name.upper()} images need {package} (uv sync --extra {name}, or pip install 'fedssl[{name}]')")
+        for count, name, package in ((4, "dicom", "pydicom"), (3, "nifti", "nibabel"), (3, "video", "av"))
+    ]
