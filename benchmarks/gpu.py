@@ -13,15 +13,15 @@ with `wheels`, which git should ignore. Its Python is 3.12. There:
 The output has ``gpu.json``, written after every result, ``gpu.log``, and a checkpoint in files of at most 15 MB. Each
 part runs in a separate process, which is stopped after its time budget. A result is a number or a table, or
 ``unavailable``: not on this device; ``skipped``: no time was left; ``failed``: an error, whose traceback is in the log.
-With a failure the exit status is 1. Nothing has been measured on a GPU; the estimates are for an H100.
+With a failure the exit status is 1. Times are those of an H100.
 
-a. Correctness, 60 s (estimate 45): two rounds on the digits, this device against the CPU: relative error of the loss,
+a. Correctness, 80 s: two rounds on the digits, this device against the CPU: relative error of the loss,
    peak memory. Launches and waits of a step of 32x32 images.
-b. Throughput, 150 s (estimate 130): images/s of a client with each setting for GPUs, of the bare loop on cached views
+b. Throughput, 160 s: images/s of a client with each setting for GPUs, of the bare loop on cached views
    (the limit), and of the plain loop with torchvision's v2 transforms on the device (one draw for all images of a
    batch) and with a DataLoader of its transforms of PIL images, which lightly uses too, with a worker per core.
-c. Processes, 60 s (estimate 40): images/s of 1, 2, 4 and 8 clients that share the device.
-d. Learning, the rest, about 200 s (estimate 3 s per round and strategy, thus 30 rounds): FedAvg and L-DAWA in the
+c. Processes, 32 s: images/s of 1, 2, 4 and 8 clients that share the device.
+d. Learning, the rest, about 4.5 s for a round of both strategies: FedAvg and L-DAWA in the
    setting of L-DAWA's Table 4, alpha 0.1, one local epoch, where they have 50.92 and 60.29 after 200 rounds (FedAvg
    52.90 after 10). Then `evaluation=linear`, which is not the paper's probe. The checkpoint has half precision, since a
    machine may return 64 MB at most. Without CIFAR-10 this part is unavailable.

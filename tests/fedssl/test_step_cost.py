@@ -248,7 +248,7 @@ def test_on_a_gpu():
             training=LocalTrainer.build(settings.training, method),
         )
         assert torch.equal(state, torch.cuda.get_rng_state())
-    assert result["cuda"].flops == result["cpu"].flops
+    assert result["cuda"].flops == pytest.approx(result["cpu"].flops, rel=1e-3)  # views are cropped by other products
     assert result["cuda"].peak_memory > sum(tensor.nbytes for tensor in method.state_dict().values())
 
 
