@@ -69,23 +69,25 @@ def test_solarize_equals_torchvision_where_it_is_on():
     close(operations.solarize(planes(images), amount).transpose(0, 1), expected)
 
 
-@pytest.mark.parametrize("size", [5, 16, 32])
-def test_crop_and_flip_equal_torchvision(size):
-    # Boxes of 1 to 20 pixels scaled up and down.
-    images = random_images(40, 3, 20, 24)
-    random = torch.rand(40, 4, generator=generator())
-    height, width = (1 + random[:, 0] * 20).floor(), (1 + random[:, 1] * 24).floor()
-    top, left = (random[:, 2] * (21 - height)).floor(), (random[:, 3] * (25 - width)).floor()
+@pytest.mark.parametrize(("size", "pad"), [(5, 0), (16, 0), (32, 0), (8, 1), (8, 4), (8, 7)])
+def test_crop_flip_and_mirrored_border_equal_torchvision(size, pad):
+    # Boxes of 1 to 20 pixels scaled up and down; with a border they reach into it.
+    height, width = (8, 12) if pad else (20, 24)
+    images, random = random_images(40, 3, height, width), torch.rand(40, 4, generator=generator())
+    high, wide = (1 + random[:, 0] * height).floor(), (1 + random[:, 1] * width).floor()
+    top = (random[:, 2] * (height + 1 + 2 * pad - high)).floor()
+    left = (random[:, 3] * (width + 1 + 2 * pad - wide)).floor()
     flip = torch.arange(40) % 2.0
-    rows = operations.crop_weights(top, height, size=20, out=size)
-    columns = operations.crop_weights(left, width, size=24, out=size, flip=flip)
+    rows = operations.crop_weights(top, high, size=height + 2 * pad, out=size)
+    columns = operations.crop_weights(left, wide, size=width + 2 * pad, out=size, flip=flip)
+    if pad:
+        rows, columns = operations.mirror(rows, pad=pad), operations.mirror(columns, pad=pad)
     actual = operations.separable(planes(images), rows=rows, columns=columns).transpose(0, 1)
-    boxes = torch.stack([top, left, height, width], 1).int().tolist()
-    for k, box in enumerate(boxes):
-        expected = F.resized_crop(images[k] / 255, *box, [size, size])
-        close(actual[k], F.horizontal_flip(expected) if flip[k] else expected)
-        if max(box[2:]) <= size:  # nothing is scaled down
-            expected = F.resized_crop(images[k] / 255, *box, [size, size], InterpolationMode.BILINEAR, antialias=False)
+    for k, box in enumerate(torch.stack([top, left, high, wide], 1).int().tolist()):
+        image = F.pad(images[k] / 255, [pad], padding_mode="reflect")
+        ways = (True, False) if max(box[2:]) <= size else (True,)  # without antialiasing if nothing is scaled down
+        for antialias in ways:
+            expected = F.resized_crop(image, *box, [size, size], InterpolationMode.BILINEAR, antialias=antialias)
             close(actual[k], F.horizontal_flip(expected) if flip[k] else expected)
 
 
@@ -114,22 +116,6 @@ def test_blur_of_one_image_equals_torchvision(channels, height, width, radius, s
     image = random_images(channels, height, width) / 255
     expected = F.gaussian_blur(image, [2 * radius + 1] * 2, [max(sigma, 1e-3)] * 2)
     close(operations.blur(image, sigma, radius=radius), expected)
-
-
-@pytest.mark.parametrize("pad", [1, 4, 7])
-def test_crops_that_reach_into_the_border_equal_torchvision(pad):
-    images = random_images(40, 3, 8, 12)
-    random = torch.rand(40, 4, generator=generator())
-    height, width = (1 + random[:, 0] * 8).floor(), (1 + random[:, 1] * 12).floor()
-    top, left = (random[:, 2] * (9 + 2 * pad - height)).floor(), (random[:, 3] * (13 + 2 * pad - width)).floor()
-    flip = torch.arange(40) % 2.0
-    rows = operations.crop_weights(top, height, size=8 + 2 * pad, out=8)
-    columns = operations.crop_weights(left, width, size=12 + 2 * pad, out=8, flip=flip)
-    rows, columns = operations.mirror(rows, pad=pad), operations.mirror(columns, pad=pad)
-    actual = operations.separable(planes(images), rows=rows, columns=columns).transpose(0, 1)
-    for k, box in enumerate(torch.stack([top, left, height, width], 1).int().tolist()):
-        expected = F.resized_crop(F.pad(images[k] / 255, [pad], padding_mode="reflect"), *box, [8, 8])
-        close(actual[k], F.horizontal_flip(expected) if flip[k] else expected)
 
 
 def test_gray_equals_torchvision():

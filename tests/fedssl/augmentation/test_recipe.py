@@ -58,33 +58,38 @@ def test_crop_boxes_fall_back_to_the_centre_as_torchvision_does(height, width):
     assert torch.stack(boxes, 1).tolist() == [[box["top"], box["left"], box["height"], box["width"]]] * 5
 
 
+def check_law(count, shares, ranges):
+    """Compare shares of events with their probabilities, and uniform numbers with both ends and the middle."""
+    for name, (happened, probability) in shares.items():
+        error = math.sqrt(probability * (1 - probability) / count)
+        assert abs(float(happened.double().mean()) - probability) < 4 * error, name
+    for name, (values, low, high) in ranges.items():
+        assert low <= values.min() < low + 0.01 * (high - low), name
+        assert high >= values.max() > high - 0.01 * (high - low), name
+        assert abs(float(values.mean()) - (low + high) / 2) < 0.01 * (high - low), name
+
+
 def test_parameters_have_their_probabilities_and_ranges():
     count = 20_000
     uniform = torch.rand(count, UNIFORMS, generator=generator(), dtype=torch.float64)
     view = ViewOptions(**{**EVERYTHING, "brightness": 1.5, "blur_sigma": [0.5, 1.5]})
     drawn = parameters(view, uniform, height=32, width=32)
     shares = {
-        "flip": (drawn.flip.double(), 0.5),
-        "contrast": ((drawn.contrast != 1).double(), 0.8),
-        "color": ((drawn.color == 0).double(), 0.2),
-        "sigma": ((drawn.sigma > 0).double(), 0.5),
-        "solarize": (drawn.solarize.double(), 0.3),
+        "flip": (drawn.flip, 0.5),
+        "contrast": (drawn.contrast != 1, 0.8),
+        "color": (drawn.color == 0, 0.2),
+        "sigma": (drawn.sigma > 0, 0.5),
+        "solarize": (drawn.solarize, 0.3),
     }
-    for name, (happened, probability) in shares.items():
-        error = math.sqrt(probability * (1 - probability) / count)
-        assert abs(float(happened.mean()) - probability) < 4 * error, name
     jittered = drawn.contrast != 1
-    ranges = {  # of uniform numbers: mean in the middle, reaching both ends
+    ranges = {
         "brightness": (drawn.brightness[jittered], 0, 2.5),
         "contrast": (drawn.contrast[jittered], 0.6, 1.4),
         "saturation": (drawn.saturation[jittered], 0.6, 1.4),
         "hue": (drawn.hue[jittered], -0.1, 0.1),
         "sigma": (drawn.sigma[drawn.sigma > 0], 0.5, 1.5),
     }
-    for name, (values, low, high) in ranges.items():
-        assert low <= values.min() < low + 0.01 * (high - low), name
-        assert high >= values.max() > high - 0.01 * (high - low), name
-        assert abs(float(values.mean()) - (low + high) / 2) < 0.01 * (high - low), name
+    check_law(count, shares, ranges)
     assert (drawn.brightness[~jittered] == 1).all()
     assert (drawn.hue[~jittered] == 0).all()
 
@@ -104,19 +109,14 @@ def test_further_parameters_have_their_probabilities_and_ranges():
     view = ViewOptions(**{**FURTHER, "transpose_prob": 0.25, "gamma": [0.5, 2.0]})
     drawn = parameters(view, uniform, height=32, width=32)
     changed = {"vertical": (0, 0.5), "transpose": (0, 0.25), "gamma": (1, 0.7), "noise": (0, 0.5)}
-    for name, (neutral, probability) in changed.items():
-        share = float((drawn._asdict()[name] != neutral).double().mean())
-        assert abs(share - probability) < 4 * math.sqrt(probability * (1 - probability) / count), name
-    ranges = {  # of uniform numbers; half and twice the exponent are equally probable
+    shares = {name: (drawn._asdict()[name] != neutral, share) for name, (neutral, share) in changed.items()}
+    ranges = {  # half and twice the exponent are equally probable
         "angle": (drawn.angle, -20, 20),
         "gamma": (drawn.gamma[drawn.gamma != 1].log2(), -1, 1),
         "noise": (drawn.noise[drawn.noise > 0], 0.01, 0.1),
         "seed": (drawn.seed / SEEDS, 0, 1),
     }
-    for name, (values, low, high) in ranges.items():
-        assert low <= values.min() < low + 0.01 * (high - low), name
-        assert high >= values.max() > high - 0.01 * (high - low), name
-        assert abs(float(values.mean()) - (low + high) / 2) < 0.01 * (high - low), name
+    check_law(count, shares, ranges)
     assert (drawn.seed.float() == drawn.seed).all()
     assert (drawn.seed % 1 == 0).all()
 

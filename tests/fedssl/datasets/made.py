@@ -45,10 +45,14 @@ def make_image(value: int, *, size: tuple[int, int] = (4, 4), mode: str = "RGB")
     return Image.fromarray(pixels).convert(mode)
 
 
-def png(image: Image.Image) -> bytes:
+def encoded(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
     file = io.BytesIO()
-    image.save(file, "PNG")
+    image.save(file, form, **options)
     return file.getvalue()
+
+
+def png(image: Image.Image) -> bytes:
+    return encoded(image)
 
 
 def table(values: list[int], labels: list[int | None], *, image: str = "img", label: str = "label") -> pa.Table:

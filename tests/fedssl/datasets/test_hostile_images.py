@@ -1,6 +1,5 @@
 """Malicious images: reported and left out, without delay, memory use or programs."""
 
-import io
 import os
 import socket
 import struct
@@ -19,17 +18,11 @@ from fedssl.datasets import folder as reader
 from fedssl.datasets.stores import Pixels
 from fedssl.errors import InputError
 from fedssl.machine import memory
-from tests.fedssl.datasets.made import Batches
+from tests.fedssl.datasets.made import Batches, encoded
 
 
 def make_image(value: int = 7, *, mode: str = "RGB", size: tuple[int, int] = (8, 8)) -> Image.Image:
     return Image.new("L", size, value).convert(mode)
-
-
-def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, kind, **options)
-    return stream.getvalue()
 
 
 def chunk(name: bytes, content: bytes) -> bytes:

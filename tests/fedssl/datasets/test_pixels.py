@@ -11,12 +11,7 @@ from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.pixels import to_array
 from fedssl.datasets.raster import PixelSettings
 from fedssl.errors import InputError
-
-
-def encoded(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
-    file = io.BytesIO()
-    image.save(file, form, **options)
-    return file.getvalue()
+from tests.fedssl.datasets.made import encoded
 
 
 def read(content: bytes, **changes: object) -> list:

@@ -13,8 +13,9 @@ from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.evaluation.few_labels import FewLabels
 from fedssl.evaluation.fine_tune import FineTune
-from fedssl.evaluation.protocol import EvaluationInput, LabeledImages, evaluate
+from fedssl.evaluation.protocol import LabeledImages, evaluate
 from fedssl.evaluation.sampling import stratified_sample
+from tests.fedssl.evaluation.made import halves
 
 
 class Brightness(nn.Module):
@@ -34,17 +35,6 @@ class Sum(Brightness):
 
     def forward(self, images):
         return super().forward(images).sum(dim=1, keepdim=True)
-
-
-def evaluation_input(encoder, *, n=60):
-    """Bright upper halves are of class 1, bright lower halves of class 0."""
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.arange(n) % 2
-    images = torch.randint(0, 100, (n, 1, 4, 4), generator=generator, dtype=torch.uint8)
-    images[labels == 1, :, :2] += 120
-    images[labels == 0, :, 2:] += 120
-    some = LabeledImages(TensorImages(images), labels)
-    return EvaluationInput(encoder=encoder, train=some, test=some, mean=(0.5,), std=(0.5,), device=torch.device("cpu"))
 
 
 def protocol(**changes):
@@ -75,19 +65,19 @@ def test_a_share_of_every_class_is_drawn():
 def test_a_copy_of_the_encoder_is_trained():
     encoder = Brightness(1.0, 1.0)
     before = copy.deepcopy(encoder.state_dict())
-    result = evaluate(protocol(), evaluation_input(encoder), seed=0)
+    result = evaluate(protocol(), halves(encoder, 60), seed=0)
     assert list(result) == ["fine_tune_10_percent", "fine_tune_100_percent"]
     assert result["fine_tune_100_percent"].value == 1
     assert result["fine_tune_10_percent"].std is not None
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
     assert encoder.training
-    assert evaluate(protocol(), evaluation_input(Brightness(1.0, 1.0)), seed=0) == result
+    assert evaluate(protocol(), halves(Brightness(1.0, 1.0), 60), seed=0) == result
 
 
 def test_the_encoder_learns_as_well():
     """The sum of both halves is the same for both classes until the encoder learns different weights."""
     frozen, trained = (
-        evaluate(protocol(encoder_lr=lr, shares=[1.0], epochs=30), evaluation_input(Sum(1.0, 1.0)), seed=0)
+        evaluate(protocol(encoder_lr=lr, shares=[1.0], epochs=30), halves(Sum(1.0, 1.0), 60), seed=0)
         for lr in (0.0, 0.3)
     )
     assert frozen["fine_tune_100_percent"].value < 0.7
@@ -96,14 +86,14 @@ def test_the_encoder_learns_as_well():
 
 def test_colors_of_multispectral_images_are_rejected():
     images = LabeledImages(TensorImages(torch.zeros(4, 5, 4, 4, dtype=torch.uint8)), torch.arange(4) % 2)
-    given = replace(evaluation_input(Brightness(1.0, 1.0)), train=images, test=images, mean=(0.5,) * 5, std=(0.5,) * 5)
+    given = replace(halves(Brightness(1.0, 1.0), 60), train=images, test=images, mean=(0.5,) * 5, std=(0.5,) * 5)
     with pytest.raises(InputError, match="5 channels but hue of views need 3 .*; set evaluation.view.hue=0$"):
         evaluate(protocol(view={"hue": 0.1, "saturation": 0.0}), given, seed=0)
 
 
 def test_a_linear_probe_on_shares():
     result = evaluate(
-        FewLabels(labels_per_class=[], shares=[0.1, 0.5], draws=3), evaluation_input(Brightness(1.0, 1.0)), seed=0
+        FewLabels(labels_per_class=[], shares=[0.1, 0.5], draws=3), halves(Brightness(1.0, 1.0), 60), seed=0
     )
     assert list(result) == ["linear_10_percent", "linear_50_percent"]
     assert result["linear_50_percent"].value == 1
@@ -127,7 +117,7 @@ def test_subsets_of_the_test_images_share_one_training(monkeypatch):
     trainings = []
     fit = FineTune.fit
     monkeypatch.setattr(FineTune, "fit", lambda *args, **options: trainings.append(1) or fit(*args, **options))
-    whole, fine_tuning = evaluation_input(Brightness(1.0, 1.0)), protocol(epochs=1, shares=[0.1], draws=1)
+    whole, fine_tuning = halves(Brightness(1.0, 1.0), 60), protocol(epochs=1, shares=[0.1], draws=1)
     evaluate(fine_tuning, whole, seed=0)
     predicted = next(iter(whole._predictions.values()))
     for rows in (torch.tensor([0, 1, 5]), torch.tensor([2, 8])):

@@ -9,12 +9,10 @@ from sklearn.linear_model import LogisticRegression
 
 from fedssl.errors import InputError
 from fedssl.evaluation import multi_label
-from fedssl.evaluation.features import Features
 from fedssl.evaluation.linear_probe import standardize
 from fedssl.evaluation.multi_label import MultiLabel, label_scores
 from fedssl.evaluation.scores import FRACTION
-from fedssl.evaluation.targets import Targets
-from tests.fedssl.evaluation.made import Given, blobs
+from tests.fedssl.evaluation.made import blobs, of_targets
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,14 +37,6 @@ def slow_average_precision(labels: list[float], scores: list[float]) -> float:
     return total
 
 
-def evaluated(monkeypatch: pytest.MonkeyPatch, data: Features, train: torch.Tensor, test: torch.Tensor):
-    """A score, and the subject of an evaluation with given targets."""
-    names = tuple("abcdef"[: train.shape[1]])
-    monkeypatch.setattr(multi_label, "read_targets", lambda *args, **settings: Targets(train, test, names))
-    subject = Given(data)
-    return MultiLabel(l2=1e-2)(subject, seed=0), subject
-
-
 def test_scores_equal_scikit_learn_per_class():
     data = blobs()
     labels = labels_of(data.train_labels)
@@ -63,7 +53,7 @@ def test_scores_equal_scikit_learn_per_class():
 def test_map_equals_the_slow_loop(monkeypatch: pytest.MonkeyPatch):
     data = blobs(spread=4.0)
     labels, test = labels_of(data.train_labels), labels_of(data.test_labels)
-    scores, _ = evaluated(monkeypatch, data, labels, test)
+    scores, _ = of_targets(monkeypatch, MultiLabel(l2=1e-2), multi_label, data, labels, test)
     logits = label_scores(data.train, labels, data.test, l2=1e-2, max_iterations=300)
     expected = {}
     for number, name in enumerate("abc"):
@@ -80,7 +70,7 @@ def test_classes_that_teach_or_test_nothing(monkeypatch: pytest.MonkeyPatch, cap
     data = blobs()
     train, test = (torch.stack([y == 0, y == 9, y == 0, y == 0], dim=1).double() for y in [data.train_labels] * 2)
     test[:50, 1], test[:, 2], test[:, 3] = 1, 0, NAN
-    scores, subject = evaluated(monkeypatch, data, train, test)
+    scores, subject = of_targets(monkeypatch, MultiLabel(l2=1e-2), multi_label, data, train, test)
     # All test images have the same score of b, so that its average precision is its share, 50 of 200.
     assert set(scores["multi_label_map"].parts) == {"a", "b"}
     assert scores["multi_label_map"].parts["b"] == 1 / 4
@@ -90,7 +80,7 @@ def test_classes_that_teach_or_test_nothing(monkeypatch: pytest.MonkeyPatch, cap
         "1 of 4 classes cannot be learned, because their known training labels are all equal (b)",
         "2 of 4 classes are not part of multi_label_map, because their known test labels are all equal (c, d)",
     ]
-    scores, subject = evaluated(monkeypatch, data, train, torch.zeros_like(test))
+    scores, subject = of_targets(monkeypatch, MultiLabel(l2=1e-2), multi_label, data, train, torch.zeros_like(test))
     assert scores == {}
     with pytest.raises(InputError, match=r"no class can be evaluated, because their known test labels are all equal"):
         MultiLabel().validate(subject, feature_dim=8)

@@ -13,20 +13,11 @@ from fedssl.evaluation.features import Features
 from fedssl.evaluation.linear_probe import standardize
 from fedssl.evaluation.regression import Regression, ridge_predictions
 from fedssl.evaluation.scores import ERROR, units_of
-from fedssl.evaluation.targets import Targets
-from tests.fedssl.evaluation.made import Given, blobs
+from tests.fedssl.evaluation.made import blobs, of_targets
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NAN = float("nan")
-
-
-def evaluated(monkeypatch: pytest.MonkeyPatch, data: Features, train: torch.Tensor, test: torch.Tensor):
-    """Scores, and the subject of an evaluation with given targets."""
-    names = tuple("abcdef"[: train.shape[1]])
-    monkeypatch.setattr(regression, "read_targets", lambda *args, **settings: Targets(train, test, names))
-    subject = Given(data)
-    return Regression(l2=1e-2)(subject, seed=0), subject
 
 
 def test_ridge_by_hand():
@@ -58,7 +49,7 @@ def test_results_equal_slow_formulas(monkeypatch: pytest.MonkeyPatch):
     noise = torch.randn(2, 200, 2, generator=generator, dtype=torch.float64)
     train, test = (x[:, :2].double() + each for x, each in zip((data.train, data.test), noise, strict=True))
     test[::9, 1] = NAN
-    scores, _ = evaluated(monkeypatch, data, train, test)
+    scores, _ = of_targets(monkeypatch, Regression(l2=1e-2), regression, data, train, test)
     expected: dict[str, dict[str, float]] = {name: {} for name in Regression().result_units(0)}
     for number, name in enumerate("ab"):
         predicted = ridge_predictions(data.train, train[:, number], data.test, l2=1e-2)
@@ -81,7 +72,7 @@ def test_a_collapsed_encoder_predicts_the_mean(monkeypatch: pytest.MonkeyPatch):
     data = blobs()
     collapsed = Features(torch.ones(200, 8), data.train_labels, torch.ones(200, 8), data.test_labels, num_classes=4)
     y = torch.arange(200, dtype=torch.float64)[:, None]
-    scores, _ = evaluated(monkeypatch, collapsed, y, y)
+    scores, _ = of_targets(monkeypatch, Regression(l2=1e-2), regression, collapsed, y, y)
     # The mean absolute deviation of 0 ... 199 from 99.5 is 50.
     assert {name: score.value for name, score in scores.items()} == pytest.approx(
         {"regression_r2": 0, "regression_mae": 50, "regression_spearman": 0}
@@ -93,12 +84,12 @@ def test_constant_targets_have_no_result(monkeypatch: pytest.MonkeyPatch, caplog
     train, test = (
         torch.stack([x[:, 0], x[:, 0] * 0 + 3, x[:, 0] * NAN], dim=1).double() for x in (data.train, data.test)
     )
-    scores, subject = evaluated(monkeypatch, data, train, test)
+    scores, subject = of_targets(monkeypatch, Regression(l2=1e-2), regression, data, train, test)
     assert all(score.parts == {} for score in scores.values())  # one target is left
     with caplog.at_level(logging.WARNING):
         Regression().validate(subject, feature_dim=8)
     reason = "because the known values in training or test images are all equal (b, c)"
     assert caplog.messages == [f"2 of 3 targets have no result, {reason}"]
-    _, subject = evaluated(monkeypatch, data, train[:, 1:], test[:, 1:])
+    _, subject = of_targets(monkeypatch, Regression(l2=1e-2), regression, data, train[:, 1:], test[:, 1:])
     with pytest.raises(InputError, match="no target can be evaluated"):
         Regression().validate(subject, feature_dim=8)

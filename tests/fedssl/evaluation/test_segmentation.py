@@ -1,6 +1,5 @@
 """Linear segmentation by hand, against slow transcriptions and scikit-learn, and its masks."""
 
-import io
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +17,9 @@ from fedssl.evaluation.masks import read_masks
 from fedssl.evaluation.protocol import EvaluationInput, make_evaluation_input
 from fedssl.evaluation.scores import units_of
 from fedssl.evaluation.segmentation import FeatureMap, Segmentation, _scores, class_counts, confusion
-from tests.fedssl.datasets.made import settings_of
+from tests.fedssl.datasets.made import png, settings_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def saved(array: np.ndarray, kind: str = "PNG", *, mode: str | None = None) -> bytes:
-    stream = io.BytesIO()
-    image = Image.fromarray(array)
-    (image if mode is None else image.convert(mode)).save(stream, kind)
-    return stream.getvalue()
 
 
 def scene(seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -44,7 +36,7 @@ def write(folder: Path, *, count: int = 6, mask_of=scene) -> EvaluationInput:
     for split in ("train", "test"):
         for seed in range(count):
             image, mask = scene(seed)[0], mask_of(seed)[1]
-            for kind, content in (("images", saved(image)), ("masks", saved(mask))):
+            for kind, content in (("images", png(Image.fromarray(image))), ("masks", png(Image.fromarray(mask)))):
                 (folder / kind / split).mkdir(parents=True, exist_ok=True)
                 (folder / kind / split / f"{seed}.png").write_bytes(content)
     return subject_of(folder / "images")
@@ -108,7 +100,10 @@ def test_both_sides_are_found_from_folders_and_columns(tmp_path: Path):
     assert scores["segmentation_pixel_accuracy"].value > 0.8
     for split in ("train", "test"):
         scenes = [scene(seed) for seed in range(6)]
-        rows = [{"image": {"bytes": saved(image)}, "mask": {"bytes": saved(mask)}} for image, mask in scenes]
+        rows = [
+            {"image": {"bytes": png(Image.fromarray(image))}, "mask": {"bytes": png(Image.fromarray(mask))}}
+            for image, mask in scenes
+        ]
         (tmp_path / "table").mkdir(exist_ok=True)
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "table" / f"{split}.parquet")
     of_table = subject_of(tmp_path / "table", image="image")

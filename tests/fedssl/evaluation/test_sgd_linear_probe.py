@@ -20,31 +20,11 @@ from fedssl.evaluation.sampling import stratified_sample
 from fedssl.evaluation.scores import Score
 from fedssl.evaluation.sgd_linear_probe import SGDLinearProbe
 from fedssl.seeding import numpy_generator
+from tests.fedssl.evaluation.made import halves
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The data is tiny; several threads would be slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def evaluation_input(encoder, *, n=60, m=20):
-    """Bright upper halves are of class 1, bright lower halves of class 0."""
-    generator = torch.Generator().manual_seed(0)
-
-    def some(count):
-        labels = torch.arange(count) % 2
-        images = torch.randint(0, 100, (count, 1, 4, 4), generator=generator, dtype=torch.uint8)
-        images[labels == 1, :, :2] += 120
-        images[labels == 0, :, 2:] += 120
-        return LabeledImages(TensorImages(images), labels)
-
-    return EvaluationInput(encoder=encoder, train=some(n), test=some(m), mean=(0.5,), std=(0.5,), device=CPU)
 
 
 def protocol(**changes):
@@ -116,7 +96,7 @@ def test_batch_norm_in_training_mode_takes_batch_statistics(epochs, right):
     """With a much too high running mean all features are 0, and half of the predictions are correct."""
     encoder = Halves()
     encoder.norm.running_mean.fill_(100.0)
-    before, evaluated = copy.deepcopy(encoder.state_dict()), evaluation_input(encoder)
+    before, evaluated = copy.deepcopy(encoder.state_dict()), halves(encoder, 60, 20)
     # A view that changes nothing, so that all three run the encoder in every epoch.
     result = evaluate(protocol(batch_norm_epochs=epochs, view={"flip_prob": 0.0}), evaluated, seed=0)
     assert result["mine"].value == right
@@ -130,7 +110,7 @@ def test_only_the_drawn_share_of_labels_is_used():
     The encoder computes 2 images for the feature length, 6 in each of 5 epochs, and 20 at the end.
     """
     for changes, encoder in ({}, None), ({"view": {"flip_prob": 0.5}}, Halves()):
-        evaluated = evaluation_input(encoder)
+        evaluated = halves(encoder, 60, 20)
         training_path = (0, "linear probe", "mine", "0.1")
         drawn = stratified_sample(evaluated.train.labels, share=0.1, generator=numpy_generator(*training_path))
         others = torch.ones(60, dtype=torch.bool)
@@ -144,11 +124,11 @@ def test_only_the_drawn_share_of_labels_is_used():
 
 def test_the_seed_decides_result_and_views():
     drop = torch.nn.Dropout(0.5)  # draws from torch's own chance
-    images = evaluation_input(None).train.images[:]
+    images = halves(None, 60, 20).train.images[:]
 
     def view(training_path):
         made = AugmentedViews(
-            evaluation_input(None),
+            halves(None, 60, 20),
             transform=lambda image: drop(image.float()).byte(),
             view={"flip_prob": 0.5},
             seed_path=training_path,
@@ -157,9 +137,9 @@ def test_the_seed_decides_result_and_views():
 
     assert torch.equal(view((0, "a")), view((0, "a")))
     assert not torch.equal(view((0, "a")), view((1, "a")))
-    untouched = AugmentedViews(evaluation_input(None), transform=None, view={}, seed_path=(0,))(images)
+    untouched = AugmentedViews(halves(None, 60, 20), transform=None, view={}, seed_path=(0,))(images)
     torch.testing.assert_close(untouched, (images.float() / 255 - 0.5) / 0.5)
-    flipped = AugmentedViews(evaluation_input(None), transform=lambda image: image.flip(2), view={}, seed_path=(0,))(
+    flipped = AugmentedViews(halves(None, 60, 20), transform=lambda image: image.flip(2), view={}, seed_path=(0,))(
         images
     )
     torch.testing.assert_close(flipped, untouched.flip(3))
@@ -184,7 +164,7 @@ def test_the_map_of_an_encoder_before_pooling():
     assert max(count for count, _ in seen) == 15  # of 30 training images: maps are those of a batch at a time
     assert torch.equal(encoder(images), h)
     with pytest.raises(InputError, match="features=map needs an encoder in stages and Halves is none"):
-        evaluate(protocol(features="map"), evaluation_input(Halves()), seed=0)
+        evaluate(protocol(features="map"), halves(Halves(), 60, 20), seed=0)
 
 
 def noisy(n: int, *, dim: int = 8, classes: int = 4) -> tuple[Tensor, Tensor]:
