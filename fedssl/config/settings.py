@@ -98,7 +98,7 @@ class DataSettings:
     mean: tuple[float, ...]  # per channel, of pixels in [0, 1]
     std: tuple[float, ...]  # per channel, of pixels in [0, 1]
     num_classes: int | None  # None counts the labels
-    held_out: tuple[str, ...] = ()  # domains that only the test has, see `fedssl.datasets.held_out`
+    held_out: tuple[str, ...] = ()  # domains that only the test has, see `fedssl.datasets.holdout`
 
     def resized(self, size: int) -> "DataSettings":
         """Return the settings of the same images with another height and width."""

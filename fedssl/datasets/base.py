@@ -21,13 +21,11 @@ import torch
 
 from fedssl.config.constraints import check_arguments
 from fedssl.config.settings import DataSettings, check_channels
-from fedssl.datasets.held_out import domain_rows
-from fedssl.datasets.holdout import NO_LABEL
+from fedssl.datasets.holdout import NO_LABEL, domain_rows
 from fedssl.datasets.image_index import ImageIndex, columns_at
-from fedssl.datasets.images import ImageSource
+from fedssl.datasets.images import ImageSource, SelectedImages
 from fedssl.datasets.raster import MAXIMA
 from fedssl.datasets.sample_checks import constant_warnings
-from fedssl.datasets.selected_images import SelectedImages
 from fedssl.errors import InputError
 from fedssl.safe_io import sanitize
 from fedssl.seeding import numpy_generator

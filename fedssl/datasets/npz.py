@@ -17,10 +17,9 @@ import pyarrow as pa
 from numpy.lib.npyio import NpzFile
 
 from fedssl.datasets.holdout import NO_LABEL
-from fedssl.datasets.image_index import Place, Query, SequenceIndex
+from fedssl.datasets.image_index import Place, Query, RecordSequence, SequenceIndex
 from fedssl.datasets.labels import joined, label_column
 from fedssl.datasets.npy import as_images, npy_bytes, read_header
-from fedssl.datasets.records import RecordSequence
 from fedssl.datasets.sources import Source
 from fedssl.datasets.splits import HELD_OUT, matching, split_of, split_of_word
 from fedssl.errors import InputError, shortened

@@ -11,11 +11,18 @@ import numpy as np
 from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.folder_layout import list_split
 from fedssl.datasets.holdout import NO_LABEL, stratified_holdout
-from fedssl.datasets.image_index import FOLDER, ImageIndex, Query, SequenceIndex, file_line, grouped_by_folder
+from fedssl.datasets.image_index import (
+    FOLDER,
+    ImageIndex,
+    Query,
+    RecordSequence,
+    SequenceIndex,
+    file_line,
+    grouped_by_folder,
+)
 from fedssl.datasets.listing import log_once
 from fedssl.datasets.npz import index_arrays
 from fedssl.datasets.page_index import with_pages
-from fedssl.datasets.records import RecordSequence
 from fedssl.datasets.sources import ARRAYS, TABLES, Source, find
 from fedssl.datasets.splits import HELD_OUT, split_of_word
 from fedssl.datasets.table_index import RowIndex, index_tables

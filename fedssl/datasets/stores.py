@@ -26,11 +26,10 @@ import torch
 
 from fedssl.atomic_files import fsync_folder, map_file
 from fedssl.datasets.decoding import Bands, Encoded, Page
-from fedssl.datasets.image_index import ImageIndex
+from fedssl.datasets.image_index import FileRecords, ImageIndex
 from fedssl.datasets.images import EncodedImages, MappedImages, TensorImages
 from fedssl.datasets.pages import max_file_bytes
 from fedssl.datasets.raster import torch_dtype
-from fedssl.datasets.records import FileRecords
 from fedssl.datasets.storage import Storage, cache_error, cache_errors, check_memory, stamp, sync_and_rename
 from fedssl.errors import InputError
 from fedssl.machine.memory import gigabytes

@@ -15,10 +15,17 @@ import numpy as np
 import pyarrow as pa
 
 from fedssl.datasets.decoding import Encoded
-from fedssl.datasets.image_index import FOLDER, ImageIndex, Place, Query, SequenceIndex, grouped_by_folder
+from fedssl.datasets.image_index import (
+    FOLDER,
+    ImageIndex,
+    Place,
+    Query,
+    RecordSequence,
+    SequenceIndex,
+    grouped_by_folder,
+)
 from fedssl.datasets.labels import class_names, missing_labels, read_labels
 from fedssl.datasets.listing import is_file
-from fedssl.datasets.records import RecordSequence
 from fedssl.datasets.shards import KEY, is_shard
 from fedssl.datasets.sources import Source
 from fedssl.datasets.split_files import files_of_split, has_held_out

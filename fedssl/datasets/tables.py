@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedssl.datasets.decoding import Encoded
+from fedssl.datasets.image_index import FileRecords
 from fedssl.datasets.manifest import SUFFIXES as MANIFEST_SUFFIXES
 from fedssl.datasets.manifest import manifest_table, named_file, names_image
 from fedssl.datasets.npy import npy_bytes
-from fedssl.datasets.records import FileRecords
 from fedssl.datasets.shards import ANY_IMAGE, PLACE, is_shard, shard_table
 from fedssl.errors import InputError, shortened
 from fedssl.safe_io import open_regular_file, sanitize

@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedssl.config.settings import FeatureShift, PartitionSettings
-from fedssl.datasets.images import ImageSource
-from fedssl.datasets.selected_images import SelectedImages
+from fedssl.datasets.images import ImageSource, SelectedImages
 from fedssl.seeding import derive_seed, numpy_generator
 
 _FROM_0 = ("blur", "noise")  # parameters whose neutral value is 0; that of others is 1

@@ -7,7 +7,6 @@ import pytest
 from hydra.utils import get_method
 
 from fedssl.datasets.base import check_data_settings, subsample_indices
-from fedssl.datasets.holdout import stratified_holdout
 from fedssl.errors import InputError
 from tests.fedssl.datasets.made import NAMES, node_of, settings_of
 
@@ -55,16 +54,3 @@ def test_choose_is_fixed_sorted_and_without_repetition() -> None:
     assert np.array_equal(some, subsample_indices(1000, 100))
     assert (np.diff(some) > 0).all()
     assert abs(some.mean() - 500) < 100  # from everywhere: the mean of 100 draws has standard deviation 27
-
-
-def test_hold_out_by_hand() -> None:
-    # A quarter of 5, 3 and 2 images is 1.25, 0.75 and 0.5: the floors are 1, 0, 0, and as round(10 / 4) = 2 the class
-    # with the largest remainder, the second, gives one more.
-    labels = np.array([0] * 5 + [1] * 3 + [2] * 2)
-    train, test = stratified_holdout(labels, fraction=0.25)
-    assert np.bincount(labels[test], minlength=3).tolist() == [1, 1, 0]
-    assert sorted([*train, *test]) == list(range(10))
-    assert np.array_equal(test, stratified_holdout(labels, fraction=0.25)[1])
-    everything, nothing = stratified_holdout(labels, fraction=0)
-    assert everything.tolist() == list(range(10))
-    assert nothing.tolist() == []

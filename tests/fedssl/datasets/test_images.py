@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
 from fedssl.datasets import images
 from fedssl.datasets.decoding import Decoding
-from fedssl.datasets.images import EncodedImages, ImageSource, MappedImages, TensorImages
+from fedssl.datasets.images import EncodedImages, ImageSource, MappedImages, SelectedImages, TensorImages
 from fedssl.errors import InputError
 from tests.fedssl.datasets.made import png
 
@@ -111,3 +112,36 @@ def test_the_read_ahead_of_a_mapped_file_covers_its_rows(pixels, monkeypatch, le
         assert start % mmap.PAGESIZE == 0
         assert 0 <= row * size - start < mmap.PAGESIZE
         assert start + length == (row + 1) * size
+
+
+IMAGES = torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1).expand(10, 3, 2, 2).contiguous()
+ROWS = torch.tensor([7, 2, 2, 9])
+CPU = torch.device("cpu")
+
+
+class Doubled(SelectedImages):
+    """Images plus ten times the row of the source."""
+
+    def of(self, source: ImageSource, rows: Tensor) -> "Doubled":
+        return Doubled(source, rows)
+
+    def changed(self, images: Tensor, rows: Tensor) -> Tensor:
+        return images + 10 * rows.view(-1, 1, 1, 1).to(torch.uint8)
+
+
+def values(images: Tensor) -> list[int]:
+    return images[:, 0, 0, 0].tolist()
+
+
+@pytest.mark.parametrize(("kind", "factor"), [(SelectedImages, 1), (Doubled, 11)])
+def test_every_access_returns_the_rows_of_the_source(kind, factor):
+    chosen = kind(TensorImages(IMAGES), ROWS)
+    assert (len(chosen), chosen.shape, chosen.dtype) == (4, (4, 3, 2, 2), torch.uint8)
+    expected = [factor * row for row in (7, 2, 2, 9)]
+    assert values(chosen[:]) == expected
+    assert values(chosen[1:3]) == expected[1:3]
+    assert values(chosen[torch.tensor([3, 0])]) == [expected[3], expected[0]]
+    assert [values(batch) for batch in chosen.chunks(3)] == [expected[:3], expected[3:]]
+    for part in (chosen.subset(torch.tensor([3, 1])), chosen.to(CPU).subset(torch.tensor([3, 1]))):
+        assert isinstance(part, kind)
+        assert values(part.place(CPU)[:]) == [expected[3], expected[1]]

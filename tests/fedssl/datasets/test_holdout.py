@@ -1,8 +1,9 @@
-"""Domains that only the test has, and presets with domains; files have the schema of the Hub's."""
+"""Shares and domains that only the test has, and presets with domains; files have the schema of the Hub's."""
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,6 +12,7 @@ import torch
 from fedssl.config.load import compose
 from fedssl.config.settings import DataSettings
 from fedssl.datasets.base import load_federated, load_split
+from fedssl.datasets.holdout import stratified_holdout
 from fedssl.errors import InputError
 from tests.fedssl.datasets.made import make_image, png
 
@@ -100,3 +102,16 @@ def test_presets_read_files_of_their_schema(tmp_path: Path, preset: str, split: 
     assert [len(load_split(data, name).images) for name in ("federated", "train", "test")] == [3, 3, 2]
     assert load_federated(data).labels.tolist() == [0, 1, 0]
     assert (load_federated(data).owners is not None) == (preset == "domainnet")
+
+
+def test_hold_out_by_hand() -> None:
+    # A quarter of 5, 3 and 2 images is 1.25, 0.75 and 0.5: the floors are 1, 0, 0, and as round(10 / 4) = 2 the class
+    # with the largest remainder, the second, gives one more.
+    labels = np.array([0] * 5 + [1] * 3 + [2] * 2)
+    train, test = stratified_holdout(labels, fraction=0.25)
+    assert np.bincount(labels[test], minlength=3).tolist() == [1, 1, 0]
+    assert sorted([*train, *test]) == list(range(10))
+    assert np.array_equal(test, stratified_holdout(labels, fraction=0.25)[1])
+    everything, nothing = stratified_holdout(labels, fraction=0)
+    assert everything.tolist() == list(range(10))
+    assert nothing.tolist() == []
