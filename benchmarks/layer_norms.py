@@ -54,21 +54,36 @@ def norms(layers: Layers, kind: dict[str, str]) -> dict[str, float]:
     return {name: square**0.5 for name, square in squares.items()}
 
 
-class RunHistory:
-    """Statistics of a run with a checkpoint for every round.
+class RunNorms:
+    """Norms of a run's layers at its checkpoints.
 
-    ``norms``: by kind, of the untrained model and of every round. ``knn``: rounds and accuracies in %. ``cosines``: by
-    kind, means over clients and layers in the last round. ``spread``: by kind, standard deviation of the clients'
-    cosines in % of their mean, averaged over layers, in the last round. ``results``: of the last evaluation, in %.
+    ``norms``: by kind, of the untrained model and at every checkpoint. ``ends``: by layer, of the untrained and of the
+    last model. ``kind``: of every layer.
     """
 
     def __init__(self, run: Run) -> None:
         overrides = [f"{key}={value}" for key, value in run.overrides.items() if key != "output_dir"]
         method = build_method(compose(overrides).model)
-        kind = kinds(method)
-        history = [norms(exchanged_layers(method), kind)]
-        history += [norms(layers, kind) for layers in _checkpoints(run.folder / "checkpoints")]
+        self.kind = kinds(method)
+        untrained = exchanged_layers(method)
+        saved = list(_checkpoints(run.folder / "checkpoints"))
+        history = [norms(layers, self.kind) for layers in (untrained, *saved)]
         self.norms = {name: [each[name] for each in history] for name in KINDS}
+        last = saved[-1] if saved else untrained
+        self.ends = {name: [float(np.linalg.norm(layers[name])) for layers in (untrained, last)] for name in self.kind}
+
+
+class RunHistory(RunNorms):
+    """Statistics of a run with a checkpoint for every round.
+
+    ``knn``: rounds and accuracies in %. ``cosines``: by
+    kind, means over clients and layers in the last round. ``spread``: by kind, standard deviation of the clients'
+    cosines in % of their mean, averaged over layers, in the last round. ``results``: of the last evaluation, in %.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        kind = self.kind
         lines = read_jsonl(run.folder / "metrics.jsonl")
         self.knn = [
             (line["round"], 100 * line["evaluation"]["knn"]) for line in lines if "knn" in line.get("evaluation", {})

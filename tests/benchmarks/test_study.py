@@ -1,0 +1,87 @@
+"""Studies without training: learning rates, resuming with other code, and tables."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import study
+from benchmarks.fedssl_bench.studies import STUDIES, VARIANTS, StudyJob
+from benchmarks.study import CODE, Entry, best_rates, folder_of, prepare, tables
+from fedssl.config.load import compose
+
+
+def made(row, rate, seed, accuracy, part="tuning"):
+    results = {"linear": accuracy, "linear_5_per_class": accuracy}
+    return Entry(
+        *("digits", part, row, rate, seed, results, results),
+        rounds=[20],
+        over_rounds={name: [value] for name, value in results.items()},
+        norms={"shifts": [1.0, 0.5]},
+        layers={"encoder.bias": [1.0, 0.5]},
+        code=CODE,
+        date="2026-11-27",
+        machine="a processor",
+        versions={},
+        seconds=1.0,
+    )
+
+
+TUNED = [
+    *(made("fedavg", 0.03, seed, accuracy) for seed, accuracy in ((100, 0.8), (101, 0.6))),
+    *(made("fedavg", 0.1, seed, accuracy) for seed, accuracy in ((100, 0.75), (101, 0.74))),
+    made("l_dawa", 0.3, 100, 0.7),
+]
+
+
+def test_a_row_has_the_rate_with_the_best_mean_over_tuning_seeds():
+    assert best_rates("digits", [*TUNED, made("fedavg", 0.03, 0, 0.99, part="alpha 0.1")]) == {
+        "fedavg": 0.1,
+        "l_dawa": 0.3,
+    }
+
+
+def test_only_tuned_rows_run_and_variants_have_the_rate_of_l_dawa():
+    best = best_rates("digits", TUNED)
+    jobs = STUDIES["digits"].jobs("digits", "alpha 0.1", best, None)
+    assert {(job.row, job.rate) for job in jobs} == {("fedavg", 0.1), ("l_dawa", 0.3)}
+    assert [job.seed for job in jobs[::2]] == [0, 1, 2, 3, 4]
+    variants = STUDIES["digits"].jobs("digits", "variants", best, None)
+    assert {(job.row, job.rate) for job in variants} == {(row, 0.3) for row in VARIANTS}
+
+
+def test_every_row_composes():
+    for name, definition in STUDIES.items():
+        rates = {row: 0.1 for part in definition.parts.values() for row in part.rows}
+        for part in definition.parts:
+            first = {job.row: job for job in definition.jobs(name, part, rates, "/my/cifar10")}
+            for job in list(first.values())[: None if part in ("tuning", "variants") else 1]:
+                assert compose(job.overrides).seed == job.seed
+
+
+@pytest.mark.parametrize(("code", "kept"), [(CODE, True), ("0123456789abcdef", False)])
+def test_an_unfinished_run_of_other_code_starts_again(tmp_path, code, kept):
+    job = StudyJob("digits", "alpha 0.1", "eua + fur", 0.1, 0, ("rounds=1",))
+    folder = folder_of(job, tmp_path)
+    (folder / "checkpoints").mkdir(parents=True)
+    folder.with_suffix(".code").write_text(code)
+    assert prepare(job, tmp_path).folder == folder
+    assert (folder / "checkpoints").exists() == kept
+    assert folder.with_suffix(".code").read_text() == CODE
+
+
+def test_tables_pair_seeds_and_name_entries_of_other_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "ENTRIES", tmp_path / "studies.jsonl")
+    untuned = made("l_dawa", 0.1, 0, 0.99, part="alpha 0.1")  # another rate than the best
+    runs = [made("fedavg", 0.1, seed, 0.5 + seed / 10, part="alpha 0.1") for seed in (0, 1)]
+    runs += [made("l_dawa", 0.3, seed, 0.52 + seed / 5, part="alpha 0.1") for seed in (0, 1)]
+    old = replace(runs[0], code="0123456789abcdef", seed=7)
+    study.add([*TUNED, untuned, *runs, old])
+    study.add([replace(old, date="2026-11-28")])
+    stored = list(study.read().values())
+    assert len(stored) == len(TUNED) + 6
+    text = tables("digits", stored)
+    # Differences of 2 and 12 points: mean 7, standard deviation sqrt(50).
+    assert "| l_dawa | 0.3 | 2 |" in text
+    assert "7.0 ± 7.1" in text
+    assert "99.0" not in text
+    assert "0123456789abcdef (1, 2026-11-28)" in text
