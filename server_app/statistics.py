@@ -37,6 +37,7 @@ from fedssl.statistics.sums import DTYPES, PERCENTILES, ImageSums, num_limbs
 from fedssl.wire.device import code_fingerprint
 from fedssl.wire.messages import NO_REPLY, ClientUpdate
 from server_app.build import RunComponents, build_components
+from server_app.console import log_while_waiting
 from server_app.messaging import ClientMessenger
 
 log = logging.getLogger("fedssl")
@@ -75,7 +76,8 @@ def with_statistics(components: RunComponents, grid: Callable[[], Grid]) -> RunC
     if not settings.statistics.are_missing:
         return components
     asked = sample(components)
-    answers = ask(grid(), components, asked)
+    with log_while_waiting(f"{len(asked)} clients compute statistics of their images"):
+        answers = ask(grid(), components, asked)
     log_answers(answers, asked=len(asked))
     if not answers.total.images:
         raise RunError("no client sent statistics of images; set dataset.mean and dataset.std to numbers")
