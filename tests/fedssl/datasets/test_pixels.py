@@ -157,9 +157,3 @@ def test_values_beyond_the_window_are_black_and_white():
     assert read(tiff(np.array([[np.nan, 5]], "<f4"), sample_format=3), window=[0, 10], size=1) == [
         [63]
     ]  # 255.999 (0 + 0.5) / 4, of both
-
-
-@pytest.mark.parametrize("window", [[5], [5, 5], [9, 1], [0, 1, 2]])
-def test_a_window_has_two_ascending_values(window):
-    with pytest.raises(InputError, match=r"dataset.window=\[.* must be \[LOWEST,HIGHEST\], two ascending values"):
-        Decoding(channels=1, size=2, window=window)

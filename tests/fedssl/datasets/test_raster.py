@@ -129,6 +129,10 @@ def test_unknown_ranges_and_lower_values_are_refused():
     ("settings", "message"),
     [
         ({"percentiles": [99, 1]}, r"dataset.percentiles=\[99, 1\] must be \[LOWEST,HIGHEST\]"),
+        *(
+            ({"window": window}, r"dataset.window=\[.* two ascending values")
+            for window in ([5], [5, 5], [9, 1], [0, 1, 2])
+        ),
         ({"percentiles": [-1, 50]}, "dataset.percentiles"),
         ({"percentiles": [1, 99], "window": [0, 1]}, "dataset.window and dataset.percentiles are both set"),
         ({"dtype": "int16"}, "dataset.dtype=int16 must be auto or uint8"),

@@ -1,64 +1,17 @@
-"""Encoders of timm and torchvision: the libraries' outputs and names, stages, copies, sizes, files, and bad input."""
+"""Encoders of other libraries: stages, copies, files and modes."""
 
 import copy
 
 import pytest
-import timm
 import torch
-from torchvision import models
 
 from fedssl import encoders
-from fedssl.encoders import library
 from fedssl.encoders.base import ActiveStages, frozen_copy
-from fedssl.errors import InputError
 from fedssl.export import load_encoder, save_encoder
-
-# Name, image size, number of stages, widths of the first and the last stage, arguments of timm.
-TIMM = [
-    ("test_vit", 32, 6, 64, 64, {"img_size": 32}),
-    ("test_resnet", 32, 4, 32, 96, {}),
-    ("test_efficientnet", 32, 5, 16, 256, {}),
-    ("test_convnext", 32, 4, 24, 64, {}),
-    ("test_nfnet", 64, 1, 192, 192, {}),  # of an unknown family
-]
 
 
 def build(name, size=32, channels=3):
     return encoders.timm(name=name, channels=channels, size=size).eval()
-
-
-@pytest.mark.parametrize(("name", "size", "stages", "first", "last", "arguments"), TIMM)
-def test_timm_encoders_are_timms_networks(name, size, stages, first, last, arguments):
-    encoder, images = build(name, size), torch.rand(2, 3, size, size)
-    theirs = timm.create_model(name, num_classes=0, **arguments).eval()
-    assert list(encoder.state_dict()) == list(theirs.state_dict())
-    theirs.load_state_dict(encoder.state_dict())
-    with torch.no_grad():
-        h = encoder(images)
-        torch.testing.assert_close(h, theirs(images), rtol=0, atol=1e-6)
-    assert (len(encoder.stage_names), encoder._widths[0], encoder._widths[-1]) == (stages, first, last)
-    assert h.shape == (2, encoder.feature_dim) == (2, last)
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "stages"), [("resnet18", 64, 4), ("efficientnet_b0", 64, 7), ("mobilenet_v3_small", 64, 1)]
-)
-def test_torchvision_encoders_are_torchvisions_networks(name, size, stages):
-    encoder, images = encoders.torchvision(name=name, channels=3, size=size).eval(), torch.rand(2, 3, size, size)
-    theirs = models.get_model(name).eval()
-    ours = encoder.state_dict()
-    assert [key for key in theirs.state_dict() if key not in ours] in (
-        ["fc.weight", "fc.bias"],
-        ["classifier.1.weight", "classifier.1.bias"],
-        ["classifier.3.weight", "classifier.3.bias"],
-    )
-    theirs.load_state_dict(ours, strict=False)
-    inputs = []  # of the classifier
-    list(theirs.modules())[-1].register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
-    with torch.no_grad():
-        theirs(images)
-        torch.testing.assert_close(encoder(images), inputs[0], rtol=0, atol=1e-6)
-    assert len(encoder.stage_names) == stages
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_efficientnet", "test_convnext"])
@@ -105,37 +58,6 @@ def test_saved_encoders_are_loaded(target, name, tmp_path):
     loaded, images = load_encoder(tmp_path / "encoder.pt"), torch.rand(2, 1, 32, 32)
     with torch.no_grad():
         assert torch.equal(loaded(images), encoder(images))
-
-
-@pytest.mark.parametrize(
-    ("target", "name", "message"),
-    [
-        ("timm", "resnet19", "is not an architecture of timm .*did you mean resnet18"),
-        ("timm", "hf-hub:somebody/network", "is not an architecture of timm"),
-        ("timm", "test_vit.r160_in1k", "set encoder.name=test_vit encoder.weights=timm:test_vit.r160_in1k"),
-        ("timm", "vgg11_", "is not an architecture of timm"),
-        ("timm", "inception_v3", "cannot encode images of 3 x 32 x 32 .*set dataset.size to a size"),
-        ("timm", "test_vit2", None),
-        ("torchvision", "resnet19", "is not a classification network of torchvision.*did you mean"),
-        ("torchvision", "fcn_resnet50", "is not a classification network"),
-        ("torchvision", "squeezenet1_0", "its classifier has no linear layer"),
-        ("torchvision", "googlenet", "its output is GoogLeNetOutputs instead of one vector"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:The default weight initialization")
-def test_bad_names_and_sizes_are_rejected(target, name, message):
-    if message is None:  # 30 is no multiple of the patch size
-        with pytest.raises(InputError, match=f"encoder.name={name} cannot encode images of 3 x 30 x 30"):
-            encoders.timm(name=name, channels=3, size=30)
-        return
-    with pytest.raises(InputError, match=message):
-        vars(encoders)[target](name=name, channels=3, size=32)
-
-
-def test_timm_is_optional(monkeypatch):
-    monkeypatch.setattr(library, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="encoder=timm needs timm; install it: uv sync --extra timm, or pip"):
-        encoders.timm(name="test_vit", channels=3, size=32)
 
 
 def test_the_network_follows_its_encoder():

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor
-from torchvision.models.vision_transformer import EncoderBlock
 
 from fedssl.datasets.images import TensorImages
 from fedssl.encoders import vit_tiny
@@ -58,43 +57,6 @@ def test_attention_equals_the_equation(heads: int):
                 mean = sum(score * v[j] for j, score in enumerate(scores)) / sum(scores)
                 expected[image, i, head * width : (head + 1) * width] = mean
     torch.testing.assert_close(attention(projected, heads=heads), expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("heads", [2, 3])
-def test_stages_equal_torchvisions_blocks(heads: int, training: bool):
-    """Outputs and gradients; torchvision's block has the same names of weights."""
-    encoder = vit_tiny(channels=3, size=SIZE, patch=PATCH, depth=1, width=WIDTH, heads=heads)
-    (stage,) = encoder.stage_modules()
-    block = EncoderBlock(heads, WIDTH, 4 * WIDTH, dropout=0.0, attention_dropout=0.0)
-    assert type(stage.self_attention) is not type(block.self_attention)
-    state = {name: torch.randn_like(weight) / 2 for name, weight in block.state_dict().items()}
-    results = []
-    for module in (stage, block):
-        module.load_state_dict(state)
-        module.train(training)
-        tokens = images_of().flatten()[: 2 * 7 * WIDTH].view(2, 7, WIDTH).clone().requires_grad_()
-        output = module(tokens)
-        output.square().sum().backward()
-        with torch.no_grad():
-            results.append([output, module(tokens), tokens.grad, *(weight.grad for weight in module.parameters())])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
-
-
-def test_other_calls_of_attention_are_those_of_torch():
-    (stage,) = vit(depth=1).stage_modules()
-    layer = torch.nn.MultiheadAttention(WIDTH, 3, batch_first=True)
-    layer.load_state_dict(stage.self_attention.state_dict())
-    x, other = torch.randn(2, 2, 5, WIDTH)
-    mask = torch.tensor([False, False, True, False, True]).expand(2, 5)
-    for inputs, options in (
-        ((x, x, x), {}),
-        ((x, other, other), {"need_weights": False}),
-        ((x, x, x), {"need_weights": False, "key_padding_mask": mask}),
-        ((x, x, x), {"need_weights": False, "attn_mask": torch.ones(5, 5).triu(1).bool(), "is_causal": True}),
-    ):
-        torch.testing.assert_close(stage.self_attention(*inputs, **options), layer(*inputs, **options))
 
 
 def cubic(x: float) -> float:
