@@ -36,7 +36,7 @@ from fedssl.partition import client_indices, shifted
 from fedssl.regularizers.base import CombinedRegularizer, Regularizer
 from fedssl.schedule.stages import frozen_names, set_active_stages
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
-from fedssl.training import LocalTrainer, TrainResult, train
+from fedssl.training import LocalSteps, LocalTrainer, TrainResult, number_of_batches, train
 from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan
 from strategies.base import ClientStrategy
 from strategies.mods import make_client_mods
@@ -83,7 +83,7 @@ class ClientWorker:
             raise RequestRefused(f"{type(self.method).__name__} needs labels, and devices agree on no classes")
         labels = image_data.labels if self.method.uses_labels else None
         self.labels = None if labels is None else labels.to(self.device)
-        self.training = LocalTrainer.build(settings.training, self.method)
+        self.training = LocalTrainer.build(settings.training, self.method, term=self.client_strategy.term)
         if settings.machine.compile_encoder:
             self.method.encoder.compile()
         self.mods = make_client_mods(self.method, settings.base_folders)
@@ -117,10 +117,14 @@ class ClientWorker:
             start_layers = strategy.load_start(method, round.plan, round.state)
             result = self._train(round, self.training, torch_generator(*seed_path))
             method.end_round()
+            finished, strategy_arrays = strategy.finish_training(
+                method, round.plan, start=start_layers, state=round.state, steps=self._steps(round)
+            )
             personalized = strategy.train_personalized(method, round.plan, round.state, train=train_again)
             self.training.free_training_memory()
             with read_once(method, self._changed_names(round.plan)):
-                state = strategy.state_to_save(method, round.plan, start=start_layers, state=round.state) | personalized
+                state = strategy.state_to_save(method, round.plan, start=start_layers, state=round.state)
+                state = state | finished | personalized
                 uploaded_parts = self._parts_to_upload()
                 layers = strategy.upload(method, round.plan)
             for mod in self.mods:
@@ -134,6 +138,7 @@ class ClientWorker:
             return ClientUpdate(
                 layers=layers,
                 uploaded_parts=uploaded_parts,
+                strategy_arrays=strategy_arrays,
                 partition_id=client,
                 model_index=round.model_index,
                 num_examples=result.num_examples,
@@ -163,6 +168,7 @@ class ClientWorker:
             self.client_strategy.load_start(self.method, round.plan, round.state)
             epochs = 2 if self.training.graphs is None else WARMUP_STEPS + 2
             training = replace(self.training, epochs=epochs, batch_size=batch_size, precision=precision)
+            self.client_strategy.start_term(self.method, round.plan, round.state)
             training.reset_optimizer(lr_factor=round.plan.lr_factor)
             train(
                 self.method,
@@ -263,6 +269,10 @@ class ClientWorker:
             raise RequestRefused(
                 f"the plan lacks {len(missing)} layers of the method's server side, such as {min(missing)}"
             )
+        like = self.method.named_tensors
+        for name, array in completed.strategy_arrays.items():
+            if name not in like or like[name].shape != array.shape:
+                raise RequestRefused(f"array {name!r} of the strategy is like no layer of the model")
         if any(candidate.keys() != layers.keys() for candidate in candidates):
             raise RequestRefused("the models of the plan are not of the same layers")
         return ClientRound(
@@ -293,6 +303,11 @@ class ClientWorker:
         model_index = self.client_strategy.select_model(self.method, round.plans, round.state, local_data)
         return replace(round, model_index=model_index)
 
+    def _steps(self, round: ClientRound) -> LocalSteps:
+        training, min_batch_size = self.training, self.method.min_batch_size
+        per_epoch = number_of_batches(len(round.indices), training.batch_size, min_batch_size=min_batch_size)
+        return LocalSteps.of(training.optimizer, number=training.epochs * per_epoch)
+
     def _indices(self, client: int) -> torch.Tensor:
         if self.client_indices is None:
             return torch.arange(len(self.images))
@@ -304,6 +319,7 @@ class ClientWorker:
                 f"{type(self.method).__name__} learns nothing from fewer than {self.method.min_batch_size} images, "
                 f"and the client has {len(round.indices)}"
             )
+        self.client_strategy.start_term(self.method, round.plan, round.state)
         training.reset_optimizer(lr_factor=round.plan.lr_factor)
         result = train(
             self.method,

@@ -18,7 +18,8 @@ from fedssl.machine.devices import check_cuda_features, check_precision, is_gpu,
 from fedssl.machine.process import optimizer_step
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import check_loaded
-from fedssl.regularizers.base import Regularizer, RegularizerInput
+from fedssl.optimizers.base import SeveralPasses
+from fedssl.regularizers.base import CombinedRegularizer, Regularizer, RegularizerInput
 from fedssl.views import Views, describe_views
 
 Augment = Callable[[Tensor, torch.Generator], Views]
@@ -40,10 +41,13 @@ class LocalTrainer:
     graphs: CudaGraphCache | None = None  # replays the steps on a GPU; None launches every kernel separately
 
     @classmethod
-    def build(cls, settings: TrainingSettings, method: SSLMethod) -> "LocalTrainer":
-        """Build the parts for a method, whose weights are converted to the views' memory format on a GPU."""
-        regularizer: Regularizer = settings.regularizer.instantiate()
-        check_regularizer(regularizer, method)
+    def build(cls, settings: TrainingSettings, method: SSLMethod, *, term: Regularizer | None = None) -> "LocalTrainer":
+        """Build the parts for a method, whose weights are converted to the views' memory format on a GPU.
+
+        ``term`` is that of the strategy.
+        """
+        regularizer = with_term(settings.regularizer.instantiate(), term)
+        check_regularizer(regularizer, method, term=term)
         if regularizer.uses_initial_encoder:
             method.keep_initial_encoder()
         augment: Augmentation = settings.augmentation.instantiate()
@@ -54,7 +58,7 @@ class LocalTrainer:
             check_cuda_features(settings, device)
         if settings.channels_last and is_gpu(device):
             method.to(memory_format=torch.channels_last)  # else every convolution would convert its weights
-        captured = captures_steps(settings.cuda_graphs, settings.optimizer.values, (method, regularizer), device)
+        captured = captures_steps(settings.cuda_graphs, settings.optimizer.values, (method, *regularizer.terms), device)
         trained = [method.named_tensors[name] for name in method.trainable]
         optimizer = settings.optimizer.instantiate(trained, **({"fused": True} if captured else {}))
         base_lrs = tuple(group["lr"] for group in optimizer.param_groups)
@@ -90,6 +94,45 @@ class LocalTrainer:
         if self.graphs is None:
             self.optimizer.zero_grad(set_to_none=True)
             self.optimizer.state.clear()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSteps:
+    """The steps of an optimizer in one training, whose learning rate is constant."""
+
+    number: int
+    lr: float
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, *, number: int) -> "LocalSteps":
+        """Return so many steps of an optimizer, whose parameters are one group."""
+        group = optimizer.param_groups[0]
+        return cls(
+            number=number,
+            lr=float(group["lr"]),
+            momentum=group.get("momentum", 0.0),
+            dampening=group.get("dampening", 0.0),
+            nesterov=group.get("nesterov", False),
+        )
+
+    @property
+    def norm(self) -> float:
+        """Return ||a||_1 of SGD, whose steps change weights by ``-lr sum_k a_k g_k`` with the gradients g_k.
+
+        It is the number of steps without momentum.
+        """
+        velocity = total = 0.0
+        for step in range(self.number):  # on a gradient of 1
+            before = velocity
+            velocity = self.momentum * velocity + (1 - self.dampening if step else 1)
+            way = 1 + self.momentum * velocity if self.nesterov else velocity
+            if velocity == before:  # and so in all steps that follow
+                return total + (self.number - step) * way
+            total += way
+        return total
 
 
 @dataclass(frozen=True)
@@ -169,36 +212,54 @@ def method_inputs(method: SSLMethod, views: Views, labels: Tensor | None, genera
 def _step(method: SSLMethod, training: LocalTrainer, generator: torch.Generator, views: Views) -> Tensor:
     """Run one optimizer step on the argument of `SSLMethod.loss`; return the loss with the regularizer, detached."""
     optimizer, regularizer = training.optimizer, training.regularizer
-    optimizer.zero_grad(set_to_none=True)
-    with training.autocast(views[0].images.device):
-        with capture_outputs(method, regularizer.resolve_part(method)) as outputs:
-            loss = method.loss(views)
-        z = [rows for output in outputs for rows in output.split(views.num_images)][: regularizer.num_views]
-        loss = regularizer.apply(loss, RegularizerInput(method, views, tuple(z), generator))
-    loss.backward()
-    if training.clip_norm is not None:
-        trained = [parameter for parameter in method.parameters() if parameter.requires_grad]
-        torch.nn.utils.clip_grad_norm_(trained, training.clip_norm)
+
+    def backward() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with training.autocast(views[0].images.device):
+            with capture_outputs(method, regularizer.resolve_part(method)) as outputs:
+                loss = method.loss(views)
+            z = [rows for output in outputs for rows in output.split(views.num_images)][: regularizer.num_views]
+            loss = regularizer.apply(loss, RegularizerInput(method, views, tuple(z), generator))
+        loss.backward()
+        if training.clip_norm is not None:
+            trained = [parameter for parameter in method.parameters() if parameter.requires_grad]
+            torch.nn.utils.clip_grad_norm_(trained, training.clip_norm)
+        return loss.detach()
+
+    if isinstance(optimizer, SeveralPasses):
+        loss = optimizer.compute_gradient(backward, list(method.buffers()))
+    else:
+        loss = backward()
     optimizer_step(optimizer)
     method.on_step_end()
-    return loss.detach()
+    return loss
 
 
-def check_regularizer(regularizer: Regularizer, method: SSLMethod) -> None:
-    """Reject a regularizer of outputs that the method does not compute."""
-    part, name = regularizer.resolve_part(method), type(method).__name__
-    if part is None:
-        return
-    if part not in (child for child, _ in method.named_children()):
-        raise InputError(
-            f"{type(regularizer).__name__} needs a {part}, which {name} does not have; set another regularizer or "
-            "method"
-        )
-    if part not in method.regularized_parts or method.accepted_views.min_global < regularizer.num_views:
-        raise InputError(
-            f"{type(regularizer).__name__} needs the {part}'s output for {regularizer.num_views} whole views, which "
-            f"{name} does not compute; set regularizer=none or regularizer=prox, or another method"
-        )
+def with_term(regularizer: Regularizer, term: Regularizer | None) -> Regularizer:
+    """Return a regularizer with the term of a strategy added; the regularizer itself without one."""
+    return regularizer if term is None else CombinedRegularizer(regularizer, term)
+
+
+def check_regularizer(regularizer: Regularizer, method: SSLMethod, *, term: Regularizer | None = None) -> None:
+    """Reject a regularizer of outputs that the method does not compute; ``term`` is the strategy's part of it."""
+    resolved, name = ((one.resolve_part(method), one) for one in regularizer.terms), type(method).__name__
+    parts = {part: one for part, one in resolved if part is not None}
+    if len(parts) > 1:
+        needs = " and ".join(f"{type(one).__name__} that of the {part}" for part, one in parts.items())
+        raise InputError(f"a step has the output of one part, and {needs} is needed; set regularizer=none")
+    for part, one in parts.items():
+        is_of_strategy = term is not None and one in term.terms
+        if part not in (child for child, _ in method.named_children()):
+            other = "strategy" if is_of_strategy else "regularizer"
+            raise InputError(
+                f"{type(one).__name__} needs a {part}, which {name} does not have; set another {other} or method"
+            )
+        if part not in method.regularized_parts or method.accepted_views.min_global < one.num_views:
+            others = "strategy=fedavg" if is_of_strategy else "regularizer=none or regularizer=prox"
+            raise InputError(
+                f"{type(one).__name__} needs the {part}'s output for {one.num_views} whole views, which "
+                f"{name} does not compute; set {others}, or another method"
+            )
 
 
 def check_views(augment: Augmentation, method: SSLMethod) -> None:

@@ -26,7 +26,7 @@ from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import Phase, make_phases
 from fedssl.schedule.stages import check_phases
 from fedssl.step_cost import TrainingCostMeter
-from fedssl.training import LocalTrainer
+from fedssl.training import LocalTrainer, with_term
 from server_app.callbacks.delivery import load_signer
 from server_app.collapse_monitor import CollapseMonitor, ServerFeatureExtractor
 from server_app.devices import adapt_to_edge_clients, log_devices, trains_all_clients
@@ -141,7 +141,7 @@ def build_components(settings: Settings, clients: ClientDirectory, *, reads_imag
     parts = RunParts(
         context=context,
         strategy=strategy,
-        regularizer=settings.training.regularizer.instantiate(),
+        regularizer=with_term(settings.training.regularizer.instantiate(), strategy.client.term),
         has_labels=lambda: load_images().labels is not None,
         result_units=evaluator.result_units if reads_images else None,
     )
@@ -154,7 +154,7 @@ def build_components(settings: Settings, clients: ClientDirectory, *, reads_imag
         settings, client_data = make_client_data(settings, method, load_images())
         untrained |= client_data.few_images
     per_round = min(settings.clients_per_round, settings.num_clients - len(untrained))
-    training = LocalTrainer.build(settings.training, method)
+    training = LocalTrainer.build(settings.training, method, term=strategy.client.term)
     if reads_images:
         evaluator.validate(method.encoder)
         if task and settings.engine.deliver_every is not None:

@@ -57,7 +57,7 @@ class FlowerStrategy(Strategy):
         self.state, self.result = self._round.finish(in_client_order(replies, self._round.sent))
         del self._round  # it contains the models of the previous round
         first = self.state.models[self.state.model_names()[0]]
-        return arrays_to_record(first.layers), MetricRecord({"clients": len(self.result.clients)})
+        return arrays_to_record(first.evaluated), MetricRecord({"clients": len(self.result.clients)})
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

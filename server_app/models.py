@@ -16,13 +16,13 @@ from strategies.types import GlobalModel, ServerState, model_suffix
 
 
 def arrays_by_model(context: RunContext, state: ServerState) -> Mapping[str, Layers]:
-    """Return the layers of every model by name, in the phase of the state's round.
+    """Return the layers to evaluate of every model by name, in the phase of the state's round.
 
     Models of single clients are read whenever they are needed.
     """
 
     def layers(model: GlobalModel) -> Layers:
-        return context.advance_to_phase(model, state.round).layers
+        return context.advance_to_phase(model, state.round).evaluated
 
     if isinstance(state.models, ClientModels):
         return MappedValues(state.models, layers)

@@ -39,22 +39,24 @@ def new_model(
     federation: Federation, start: StartingModel, aggregation: ModelAggregation, *, name: str, result: RoundResult
 ) -> GlobalModel:
     """Return a model after its aggregation, and add the metrics of the strategy to the result."""
-    model = start.model
+    model, server = start.model, federation.strategy.server
     new = aggregation.aggregator.finish()
+    done = AggregatedModel(
+        model=model,
+        round=result.round,
+        layers={layer: new.get(layer, array) for layer, array in start.trainable.items()},
+        aggregator=aggregation.inner,
+        received=aggregation.received,
+    )
+    if server.has_server_step:
+        layers, state = server.server_step(done)
+        done, new = replace(done, model=replace(model, strategy_state=state)), {**new, **layers}
     states = {**model.mod_states}
     for mod in federation.mods:
         key, used = type(mod).__name__, len(aggregation.received)
         new, states[key] = mod.finish(new, start, states.get(key, {}), used=used, round=result.round)
     trained = {layer: new.get(layer, array) for layer, array in start.trainable.items()}
-    strategy_state, strategy_metrics = federation.strategy.server.after_aggregation(
-        AggregatedModel(
-            model=model,
-            round=result.round,
-            layers=trained,
-            aggregator=aggregation.inner,
-            received=aggregation.received,
-        )
-    )
+    strategy_state, strategy_metrics = server.after_aggregation(replace(done, layers=trained))
     suffix = model_suffix(name)
     result.strategy_metrics.update({f"{key}{suffix}": value for key, value in strategy_metrics.items()})
     model = replace(

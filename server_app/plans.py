@@ -7,7 +7,7 @@ from itertools import chain
 
 from flwr.app import ArrayRecord, RecordDict
 
-from fedssl.arrays import Layers
+from fedssl.arrays import GlobalLayers, Layers
 from fedssl.availability import Workload
 from fedssl.schedule.phases import phase_at
 from fedssl.wire.device import code_fingerprint
@@ -101,9 +101,18 @@ class PlanBuilder:
         layers = model.layers
         trained = {layer: layers[layer] for layer in context.stages.trained(self._phase, layers)}
         frozen = {layer: layers[layer] for layer in context.stages.frozen(self._phase, layers)}
-        up = self._federation.strategy.server.upload_names(model, self._number, trained)
-        sent = context.global_layers(trained if up is None else {layer: trained[layer] for layer in up})
-        return StartingModel(model, trained, frozen, up, sent)
+        server = self._federation.strategy.server
+        up = server.upload_names(model, self._number, trained)
+        uploaded = trained if up is None else {layer: trained[layer] for layer in up}
+        return StartingModel(
+            model,
+            trained,
+            frozen,
+            up,
+            context.global_layers(uploaded),
+            strategy_arrays=server.arrays_to_send(model, trained),
+            expected_arrays=GlobalLayers(server.arrays_to_receive(model, uploaded)),
+        )
 
     def _plan_clients(self, candidates: Mapping[int, tuple[str, ...]], *, oldest_resumable: int) -> None:
         context, federation = self._context, self._federation
@@ -139,6 +148,7 @@ class PlanBuilder:
                     layers=models[0],
                     candidate_arrays=tuple(models[1:]),
                     broadcast=sent.broadcast,
+                    strategy_arrays=start.strategy_arrays,
                     base=sent.base,
                     upload_names=start.upload_names,
                 )
@@ -208,6 +218,7 @@ def client_workloads(
     parts = record_bytes(EXACT.encode(context.gathered.layers))
     bytes_up = {
         (name, variants): parts
+        + _strategy_bytes(starts[name])
         + record_bytes(
             context.codec.encode(exchanged_layers(federation.mods, starts[name].expected_upload.layers, variants))
         )
@@ -223,3 +234,9 @@ def client_workloads(
         )
         for client, slot in slots.items()
     }
+
+
+def _strategy_bytes(start: StartingModel) -> int:
+    """Return the size of the arrays that a client uploads to the strategy's server side."""
+    arrays = start.expected_arrays.layers
+    return record_bytes(EXACT.encode(arrays)) if arrays else 0

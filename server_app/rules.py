@@ -61,10 +61,11 @@ def regularizer_has_its_input(parts: RunParts) -> Problem:
     """Refuse a schedule that freezes trained stages whose input the regularizer needs."""
     phases = parts.context.phases
     freezes = len(phases) > 1 and any(phase.frozen for phase in phases)
-    if not freezes or parts.regularizer.supports_frozen_stages:
+    needing = [type(term).__name__ for term in parts.regularizer.terms if not term.supports_frozen_stages]
+    if not freezes or not needing:
         return None
     return (
-        f"{type(parts.regularizer).__name__} compares representations of images, but the schedule freezes trained "
+        f"{needing[0]} compares representations of images, but the schedule freezes trained "
         "stages and trains on their output; set schedule=end_to_end or schedule=progressive, or another regularizer"
     )
 

@@ -220,6 +220,7 @@ class UpdateReader:
             downloaded=slot.downloaded,
             expected=self._exchanged(expected, slot),
             saved_round=self._state_rounds.get(slot.client, 0),
+            arrays=self.starts[slot.start].expected_arrays,
         )
         for mod, variant in zip(self._federation.mods, slot.variants, strict=False):  # none of a late reply
             update = mod.receive(update, variant, expected)

@@ -15,6 +15,8 @@ from fedssl.wire.records import EXACT, Codec
 # Ranges of metrics. Losses of methods and regularizers are far smaller.
 METRIC_RANGES = {TRAIN_LOSS: (-1e6, 1e6), SECONDS: (0.0, 1e7)}
 
+NO_ARRAYS = GlobalLayers({})
+
 
 class InvalidUpdate(ValueError):
     """An update that cannot be used. The message is the reason."""
@@ -40,11 +42,13 @@ class UpdateValidator:
         downloaded: Collection[str],
         expected: GlobalLayers,
         saved_round: int,
+        arrays: GlobalLayers = NO_ARRAYS,
     ) -> tuple[ClientUpdate, Cosines]:
         """Return the update in a reply to a plan of ``round``, and its cosines; raises `InvalidUpdate`.
 
         ``downloaded`` are the names of the trained layers that the client received, ``expected`` the layers to send,
-        and ``saved_round`` is the round after which the client saved its newest state, or 0.
+        ``arrays`` those for the strategy's server side, and ``saved_round`` is the round after which the client saved
+        its newest state, or 0.
         """
         # A shortened layer contains the change by training. Added to the server's own copy of the model, it is not
         # affected by the rounding of the download, and neither is its cosine.
@@ -55,6 +59,7 @@ class UpdateValidator:
             update,
             expected=expected,
             gathered=self.gathered,
+            arrays=arrays,
             required_metrics=self.required_metrics,
             plan=(round, self.code_fingerprint),
             max_examples=self.max_examples,
@@ -102,6 +107,7 @@ def check_update(
     *,
     expected: GlobalLayers,
     gathered: GlobalLayers,
+    arrays: GlobalLayers = NO_ARRAYS,
     required_metrics: Collection[str],
     plan: tuple[int, str],
     max_examples: int | None = None,
@@ -112,8 +118,8 @@ def check_update(
     ----------
     expected : GlobalLayers
         The layers to send, as the client received them.
-    gathered : GlobalLayers
-        The parts for the method's server side, to compare names, shapes and dtypes.
+    gathered, arrays : GlobalLayers
+        What is for the server side of the method, and of the strategy, to compare names, shapes and dtypes.
     plan : tuple of int and str
         Round and code fingerprint of the plan.
 
@@ -128,11 +134,14 @@ def check_update(
     try:
         expected.check(update.layers)
         gathered.check(update.uploaded_parts)
+        arrays.check(update.strategy_arrays)
     except InputError as problem:
         raise InvalidUpdate(str(problem)) from problem
     _check_metrics(update, required_metrics, max_examples=max_examples)
     cosines = expected.cosines_of(update.layers)
-    for offender in (cosines.first_invalid, gathered.cosines_of(update.uploaded_parts).first_invalid):
+    others = ((gathered, update.uploaded_parts), (arrays, update.strategy_arrays))
+    invalid = (like.cosines_of(given).first_invalid for like, given in others if given)
+    for offender in (cosines.first_invalid, *invalid):
         if offender is not None:
             raise InvalidUpdate(f"layer {offender} has values that are not finite, or far too large")
     for name, array in update.layers.items():

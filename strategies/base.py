@@ -14,7 +14,9 @@ from typing import Any
 from fedssl.arrays import Layers
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names, move_layers_out
+from fedssl.regularizers.base import Regularizer
 from fedssl.rules import Problem
+from fedssl.training import LocalSteps
 from fedssl.wire.messages import TrainPlan
 from strategies.run_context import RunContext
 from strategies.types import (
@@ -40,6 +42,7 @@ class ServerStrategy:
     """
 
     models_per_client: bool = False  # whether every client has a model, named after its id and stored in a file
+    has_server_step: bool = False  # whether `server_step` changes the aggregated layers
     num_comparison_images: int = 0  # number of server images on which `on_round_end` compares models; 0 needs none
     # `typing.TypedDict` of the state of one model, which `after_aggregation` returns, and of the state across models,
     # which `on_round_end` returns. A checkpoint is validated against their annotations: plain types, arrays, and
@@ -93,6 +96,21 @@ class ServerStrategy:
         """
         return None
 
+    def arrays_to_send(self, model: GlobalModel, layers: Layers) -> Layers:
+        """Return what clients of the model download besides its trained ``layers``, with names and shapes of these.
+
+        It is not rounded by ``wire_dtype``, and read by `ClientStrategy.start_term`.
+        """
+        return {}
+
+    def arrays_to_receive(self, model: GlobalModel, layers: Layers) -> Layers:
+        """Return arrays with the names, shapes and dtypes of those that clients upload besides the ``layers``.
+
+        They are `ClientUpdate.strategy_arrays`, the second result of `ClientStrategy.finish_training`. Only the
+        aggregator sees them, so that it must receive every update.
+        """
+        return {}
+
     def keeps_model(self, name: str, clients: Collection[int]) -> bool:
         """Return whether a model stays unchanged although updates of these clients were assigned to it."""
         return False
@@ -101,8 +119,18 @@ class ServerStrategy:
         """Return a new aggregator for one model in one round."""
         return self._make_aggregator()
 
+    def server_step(self, done: AggregatedModel) -> tuple[Layers, Any]:
+        """Return the new trained layers and the model's new strategy state, after the aggregation.
+
+        Server optimizers are applied later. A strategy with this step sets ``has_server_step``.
+        """
+        return done.layers, done.model.strategy_state
+
     def after_aggregation(self, done: AggregatedModel) -> tuple[Any, dict[str, Any]]:
-        """Return the model's new strategy state, and JSON-serializable metrics of the round."""
+        """Return the model's new strategy state, and JSON-serializable metrics of the round.
+
+        The state of ``done.model`` is that of `server_step`.
+        """
         return done.model.strategy_state, {}
 
     def on_round_end(self, state: ServerState, outcome: RoundOutcome) -> tuple[Any, dict[str, Any]]:
@@ -135,6 +163,7 @@ class ClientStrategy:
     selects_by_state: bool = False
     # Whether a client may start from its own values of the encoder's exchanged layers instead of the downloaded ones.
     starts_from_own_layers: bool = False
+    term: Regularizer | None = None  # term of the local loss, added to the regularizer of the settings
     # Returns changed layers to upload from those of `layers_to_upload`.
     change_upload: Callable[[SSLMethod, TrainPlan, Layers], Layers] | None = None
 
@@ -153,6 +182,22 @@ class ClientStrategy:
         ``state`` is the last result of `state_to_save`, or None at the first participation.
         """
         return load_and_start_round(method, {**plan.layers, **layers_in_state(state or {}, method)})
+
+    def start_term(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> None:
+        """Set the values of ``term`` for the training that follows; also before that of a personalized model.
+
+        ``plan.strategy_arrays`` are those of `ServerStrategy.arrays_to_send`, and ``state`` is the argument of
+        `load_start`.
+        """
+
+    def finish_training(
+        self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: ClientState | None, steps: LocalSteps
+    ) -> tuple[ClientState, Layers]:
+        """Return the state to save in addition to `state_to_save`, and the `ServerStrategy.arrays_to_receive`.
+
+        Called after ``steps`` of training, with the arguments of `state_to_save`.
+        """
+        return {}, {}
 
     def state_to_save(
         self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: ClientState | None

@@ -41,6 +41,8 @@ class ProximalTo(Proximal):
     Trained weights of local parts, which are not in ``layers``, are free.
     """
 
+    cuda_graph_safe = False  # each client builds a new one
+
     def __init__(self, layers: Layers, *, weight: float) -> None:
         super().__init__(weight=weight)
         self._layers = layers

@@ -20,6 +20,9 @@ class StartingModel:
     frozen: Layers  # clients only use them
     upload_names: tuple[str, ...] | None  # None means all trainable layers
     expected_upload: GlobalLayers  # these layers, to validate updates against
+    # Of the strategy's server side: arrays that clients download, and those like the ones that they upload.
+    strategy_arrays: Layers = field(default_factory=dict)
+    expected_arrays: GlobalLayers = field(default_factory=lambda: GlobalLayers({}))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from fedssl.wire.messages import ClientUpdate
 ClientState = dict[str, torch.Tensor]
 TrainAgain = Callable[[Regularizer], object]  # trains the method again with a further term in the loss
 
+EVALUATED = "evaluated"  # key of a mod's state: layers that are evaluated and exported instead of the trained ones
 GLOBAL = "global"  # name of the model where there is only one
 
 
@@ -31,6 +32,14 @@ class GlobalModel:
     mod_states: dict[str, dict[str, Layers]] = field(default_factory=dict)  # see `strategies.mods.base.Mod.finish`
     phase: int = 1  # phase of the schedule that its layers have reached, from 1
     num_updates: int = 0  # number of rounds in which it received updates
+
+    @property
+    def evaluated(self) -> Layers:
+        """Return the layers to evaluate and export: the model, or what a mod has put in `EVALUATED` of its state."""
+        layers = dict(self.layers)
+        for state in self.mod_states.values():
+            layers |= state.get(EVALUATED, {})
+        return layers
 
 
 @dataclass(frozen=True, kw_only=True)

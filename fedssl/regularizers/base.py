@@ -1,6 +1,7 @@
 """Base class of regularizers: a term added to the local loss of any method."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +36,11 @@ class Regularizer:
     # until the next `on_train_start`, so that CUDA graphs can capture it.
     cuda_graph_safe: bool = True
 
+    @property
+    def terms(self) -> "Sequence[Regularizer]":
+        """Return the terms that it adds."""
+        return (self,)
+
     def on_train_start(self, method: SSLMethod) -> None:
         """Prepare for one client's local training, which starts from the current ``method``."""
 
@@ -48,19 +54,29 @@ class Regularizer:
 
 
 class CombinedRegularizer(Regularizer):
-    """The term of a regularizer plus a second one that depends on weights alone."""
-
-    cuda_graph_safe = False  # each client builds a new one
+    """The sum of two terms, which use the outputs of the same part, or of none."""
 
     def __init__(self, first: Regularizer, second: Regularizer) -> None:
-        self._first, self._second = first, second
+        self._terms = (first, second)
+        self.num_views = max(first.num_views, second.num_views)
+        self.uses_initial_encoder = first.uses_initial_encoder or second.uses_initial_encoder
+        self.supports_frozen_stages = first.supports_frozen_stages and second.supports_frozen_stages
+        self.cuda_graph_safe = first.cuda_graph_safe and second.cuda_graph_safe
+
+    @property
+    def terms(self) -> Sequence[Regularizer]:
+        return self._terms
 
     def on_train_start(self, method: SSLMethod) -> None:
-        self._first.on_train_start(method)
-        self._second.on_train_start(method)
+        for term in self._terms:
+            term.on_train_start(method)
 
     def resolve_part(self, method: SSLMethod) -> str | None:
-        return self._first.resolve_part(method)
+        parts = (term.resolve_part(method) for term in self._terms)
+        return next((part for part in parts if part is not None), None)
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
-        return self._second.apply(self._first.apply(loss, step), step)
+        for term in self._terms:
+            z = step.z[: term.num_views] if term.resolve_part(step.method) else ()
+            loss = term.apply(loss, replace(step, z=z))
+        return loss

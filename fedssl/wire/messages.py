@@ -14,6 +14,7 @@ from fedssl.base_layers import is_digest
 from fedssl.wire.records import EXACT, Codec
 
 ARRAYS, METHOD_BROADCAST, METHOD_UPLOAD, BASE = "arrays", "method-broadcast", "method-upload", "base"
+STRATEGY_BROADCAST, STRATEGY_UPLOAD = "strategy-broadcast", "strategy-upload"
 CONFIG, METRICS, REPLY_CONFIG, PERSONALIZED = "config", "metrics", "reply-config", "personalized"
 NUM_EXAMPLES, TRAIN_LOSS, SECONDS = "num-examples", "train-loss", "seconds"
 CLIENT_METRICS = (NUM_EXAMPLES, TRAIN_LOSS, SECONDS)
@@ -36,6 +37,7 @@ class TrainPlan:
     oldest_resumable_round: int
     code_fingerprint: str  # of the server's source code; a client with other code rejects the plan
     broadcast: Layers = field(default_factory=dict)  # of the server side of the method, see `SSLMethod`
+    strategy_arrays: Layers = field(default_factory=dict)  # of the server side of the strategy, sent exactly
     lr_factor: float = 1.0  # factor of the optimizer's learning rate
     upload_names: tuple[str, ...] | None = None  # layers to upload; None uploads all exchanged layers
     num_stages: int | None = None  # active stages of the encoder, see `Phase`; None activates and trains all
@@ -80,6 +82,8 @@ class TrainPlan:
         )
         if self.base:
             content[BASE] = encode(EXACT, self.base)
+        if self.strategy_arrays:
+            content[STRATEGY_BROADCAST] = encode(EXACT, self.strategy_arrays)
         for number, layers in enumerate(self.candidate_arrays, start=1):
             content[f"{ARRAYS}-{number}"] = encode(codec, layers)
         return content
@@ -88,13 +92,14 @@ class TrainPlan:
     def from_content(cls, content: RecordDict) -> "TrainPlan":
         """Read the plan from a message's content."""
         plan, records, codec = content.config_records[CONFIG], content.array_records, plan_codec(content)
-        num_others = len({ARRAYS, METHOD_BROADCAST, BASE} & records.keys())
+        num_others = len({ARRAYS, METHOD_BROADCAST, STRATEGY_BROADCAST, BASE} & records.keys())
         candidates = [records[f"{ARRAYS}-{number}"] for number in range(1, len(records) - num_others + 1)]
         return cls(
             round=int(_number(plan["round"])),
             layers=codec.decode(records[ARRAYS]),
             candidate_arrays=tuple(codec.decode(record) for record in candidates),
             broadcast=EXACT.decode(records[METHOD_BROADCAST]),
+            strategy_arrays=EXACT.decode(records[STRATEGY_BROADCAST]) if STRATEGY_BROADCAST in records else {},
             base=EXACT.decode(records[BASE]) if BASE in records else {},
             base_digest=_digest(plan.get("base-digest", "")),
             settings=str(plan["settings"]),
@@ -118,6 +123,7 @@ class ClientUpdate:
     layers: Layers
     partition_id: int  # client id, which the server sets; not sent
     uploaded_parts: Layers = field(default_factory=dict)  # for the method's server side, see `SSLMethod`
+    strategy_arrays: Layers = field(default_factory=dict)  # for the strategy's server side, sent exactly
     num_examples: int | None = None  # number of images that the client trained on
     train_loss: float | None = None  # mean loss of the last local epoch
     seconds: float | None = None  # duration of the round on the client
@@ -139,7 +145,7 @@ class ClientUpdate:
         if plan.candidate_arrays:
             plan_id["model-index"] = self.model_index
         start = (plan.layers, *plan.candidate_arrays)[self.model_index]
-        return RecordDict(
+        content = RecordDict(
             {
                 ARRAYS: codec.encode(self.layers, start=start),
                 METHOD_UPLOAD: EXACT.encode(self.uploaded_parts),
@@ -147,6 +153,9 @@ class ClientUpdate:
                 REPLY_CONFIG: plan_id,
             }
         )
+        if self.strategy_arrays:
+            content[STRATEGY_UPLOAD] = EXACT.encode(self.strategy_arrays)
+        return content
 
     @classmethod
     def from_content(
@@ -156,7 +165,7 @@ class ClientUpdate:
 
         ``start`` are the layers that the client downloaded, as on the server; differences are added to them.
         """
-        unknown = content.keys() - {ARRAYS, METHOD_UPLOAD, METRICS, REPLY_CONFIG}
+        unknown = content.keys() - {ARRAYS, METHOD_UPLOAD, STRATEGY_UPLOAD, METRICS, REPLY_CONFIG}
         if unknown:
             raise ValueError(f"unexpected record {min(unknown)}")
         values: dict[str, float] = {}
@@ -166,13 +175,14 @@ class ClientUpdate:
             if not isinstance(value, int | float):
                 raise ValueError(f"metric {name} is {value} instead of a number")
             values[name] = value
-        plan_id = content.config_records[REPLY_CONFIG]
+        plan_id, records = content.config_records[REPLY_CONFIG], content.array_records
         examples = values.get(NUM_EXAMPLES)
         if examples is not None and not abs(examples) < 2**53:
             raise ValueError(f"metric {NUM_EXAMPLES} is {examples}, which is not a count")
         return cls(
-            layers=codec.decode(content.array_records[ARRAYS], start=start),
-            uploaded_parts=EXACT.decode(content.array_records[METHOD_UPLOAD]),
+            layers=codec.decode(records[ARRAYS], start=start),
+            uploaded_parts=EXACT.decode(records[METHOD_UPLOAD]),
+            strategy_arrays=EXACT.decode(records[STRATEGY_UPLOAD]) if STRATEGY_UPLOAD in records else {},
             partition_id=partition_id,
             num_examples=None if examples is None else int(examples),
             train_loss=values.get(TRAIN_LOSS),

@@ -61,6 +61,11 @@ def updates_are_summed(parts: RunParts) -> Problem:
     """Require updates that are summed with equal weights, and no running statistics, which are not released."""
     if not parts.settings.privacy:
         return None
+    if parts.strategy.server.has_server_step:
+        name = parts.settings.recording.choices.get("strategy")
+        return (
+            f"privacy=central adds noise to the mean of the clients, which strategy={name} changes; set strategy=fedavg"
+        )
     encoder = parts.method.encoder
     updated = {name for name, _ in encoder.named_buffers()} - encoder.base_names
     problem = sum_problem("privacy=central", parts, weightings=("uniform",))

@@ -1,0 +1,1 @@
+"""Optimizers of local training besides those of torch."""

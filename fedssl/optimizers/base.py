@@ -1,0 +1,19 @@
+"""Base class of optimizers whose gradient takes more than one forward and backward pass."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class SeveralPasses(Optimizer):
+    """Optimizer that computes the gradient itself; its ``step`` follows. A torch optimizer is the other base class."""
+
+    def compute_gradient(self, backward: Callable[[], Tensor], buffers: Sequence[Tensor]) -> Tensor:
+        """Set the gradients of all parameters, and return the loss, detached.
+
+        ``backward`` computes the gradients at the current weights, clips them, and returns the loss. It changes
+        ``buffers``, the method's running statistics, queues and the like, which must be those of a single call at the
+        end. CUDA graphs capture this, so that nothing may wait for the device.
+        """
+        raise NotImplementedError

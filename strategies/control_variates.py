@@ -1,0 +1,73 @@
+"""What SCAFFOLD and FedDyn have in common: arrays like the trained weights, which correct every local gradient.
+
+They are constant in a round and enter the loss as a linear term (`fedssl.regularizers.linear`), so that they are
+clipped with the gradient, and momentum applies to them as to the gradient.
+"""
+
+from collections.abc import Collection, Iterable
+
+import numpy as np
+import torch
+from torch.optim import SGD
+
+from fedssl.arrays import Layers
+from fedssl.methods.base import SSLMethod
+from fedssl.rules import Problem
+from fedssl.wire.messages import TrainPlan
+from strategies.base import upload_names_of
+from strategies.run_context import RunContext
+from strategies.types import ClientState
+
+
+def corrected_names(method: SSLMethod, plan: TrainPlan) -> list[str]:
+    """Return the names of the weights that a client trains and uploads."""
+    trainable = set(method.trainable)
+    return [name for name in upload_names_of(method, plan) if name in trainable]
+
+
+def arrays_of(state: ClientState | None, names: Iterable[str], *, prefix: str) -> Layers:
+    """Return arrays of a client's state by the name of the layer; those that it does not have are missing."""
+    return {name: state[prefix + name].numpy() for name in names if prefix + name in state} if state else {}
+
+
+def as_state(arrays: Layers, *, prefix: str) -> ClientState:
+    """Return arrays as part of a client's state, see `arrays_of`."""
+    return {prefix + name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def zeros_like(layers: Layers, names: Collection[str]) -> Layers:
+    """Return zeros for those of the layers that are among the names."""
+    return {name: np.zeros_like(array) for name, array in layers.items() if name in names}
+
+
+def needs_fresh_clients(context: RunContext, *, strategy: str) -> Problem:
+    """Refuse late updates and evicted states, whose corrections the server would continue to use."""
+    settings = context.settings
+    for given, setting, remedy in (
+        (settings.aggregation.buffered, "aggregation.buffered=true", "aggregation.buffered=false"),
+        (settings.recording.max_state_bytes is not None, "client_state.max_bytes", "client_state.max_bytes=null"),
+    ):
+        if given:
+            return (
+                f"strategy={strategy} needs clients and server to agree on the corrections of gradients, which "
+                f"{setting} prevents; set {remedy}"
+            )
+    return None
+
+
+def needs_sgd(context: RunContext, *, strategy: str) -> Problem:
+    """Refuse optimizers whose steps are not sums of gradients."""
+    if isinstance(local_optimizer(context), SGD):
+        return None
+    return (
+        f"strategy={strategy} computes gradients from the change of the weights, which "
+        f"{context.settings.training.optimizer.name} rescales; set optimizer=sgd"
+    )
+
+
+def local_optimizer(context: RunContext) -> torch.optim.Optimizer:
+    """Return an optimizer with the settings of the clients'."""
+    optimizer: torch.optim.Optimizer = context.settings.training.optimizer.instantiate(
+        [torch.zeros(1, requires_grad=True)]
+    )
+    return optimizer
