@@ -25,6 +25,7 @@ GROUPS = {  # titles of the groups, in the order of the site
     "optimizer": "Optimizers",
     "lr_schedule": "Learning-rate schedules",
     "server_optimizer": "Server optimizers",
+    "model_average": "Averages over rounds",
     "calibration": "Calibration",
     "privacy": "Differential privacy",
     "secure_aggregation": "Secure aggregation",

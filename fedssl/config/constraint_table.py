@@ -72,6 +72,7 @@ _OPTIMIZER = {
     "weight_decay": _NOT_NEGATIVE,
     "nesterov": _BOOL,
     "fused": _optional(_BOOL),
+    "rho": _NOT_NEGATIVE,
 }
 
 CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
@@ -315,6 +316,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         **_all(_POSITIVE, "lr", "tau"),
         **_all(_BELOW_ONE, "momentum", "beta_1", "beta_2"),
     },
+    "model_average": {"decay": _BELOW_ONE, "rounds": _integer(1, 16)},
     "strategy": {
         "reported_metrics": _list_of(_NAME),
         "weighting": _WEIGHTING,
@@ -342,6 +344,9 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "normalize": _BOOL,
         "scale_at": _choice("server", "client"),
     },
+    "MOON": {"temperature": _TEMPERATURE},
+    "FedDyn": {"alpha": Constraint(above=0, maximum=LARGE)},
+    "FedExP": {"epsilon": _NOT_NEGATIVE},
     "adapter": {"blocks": _optional(_integer(1))},
     "domain": {"alpha": _optional(_POSITIVE)},
     "quantity": {"alpha": _optional(_POSITIVE)},

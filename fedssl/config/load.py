@@ -283,6 +283,7 @@ def make_settings(
         algorithm=AlgorithmSettings(
             strategy=strategy,
             server_optimizer=_component(config.server_optimizer),
+            model_average=_component(config.model_average),
             reported_metrics=tuple(config.strategy.get("reported_metrics", ())),
         ),
         calibration=_calibration(config),

@@ -195,6 +195,7 @@ class AlgorithmSettings:
 
     strategy: Component
     server_optimizer: Component
+    model_average: Component
     reported_metrics: tuple[str, ...]
 
 

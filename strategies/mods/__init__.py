@@ -7,6 +7,7 @@ from fedssl.methods.base import SSLMethod
 from strategies.mods.base import ClientMod, Mod
 from strategies.mods.calibration import Calibration
 from strategies.mods.held_layers import HeldLayers, HeldLayersClient
+from strategies.mods.model_average import ModelAverage
 from strategies.mods.norm_filter import NormFilter
 from strategies.mods.privacy import Privacy
 from strategies.mods.products import Products
@@ -14,7 +15,10 @@ from strategies.mods.ranks import Ranks, RanksClient
 from strategies.mods.server_optimizer import ServerOptimizer
 from strategies.run_context import RunContext
 
-MODS: Sequence[type[Mod]] = (Calibration, HeldLayers, Ranks, NormFilter, Privacy, Products, ServerOptimizer)
+MODS: Sequence[type[Mod]] = (
+    *(Calibration, HeldLayers, Ranks, NormFilter, Privacy, Products, ServerOptimizer),
+    ModelAverage,
+)
 
 
 def make_mods(context: RunContext) -> tuple[Mod, ...]:

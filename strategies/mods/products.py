@@ -41,6 +41,8 @@ def products_are_aggregated(parts: RunParts) -> Problem:
         "privacy=central": settings.privacy is not None,
         "server_optimizer": parts.context.has_server_optimizer,
         "aggregation.buffered=true": settings.aggregation.buffered,
+        "model_average": settings.algorithm.model_average.instantiate().is_active,
+        f"strategy={settings.recording.choices.get('strategy')}": parts.strategy.server.has_server_step,
     }
     problem = next((needs_sums_of_layers(setting, parts) for setting, given in of_sums.items() if given), None)
     is_linear = isinstance(parts.strategy.server.aggregator(settings.rounds), LinearAggregator)
