@@ -1,0 +1,103 @@
+"""FedDyn: both sides by a slow transcription of Algorithm 1, and its limit for a small alpha."""
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl.errors import InputError
+from fedssl.regularizers.linear import Linear
+from fedssl.wire.messages import ClientUpdate, TrainPlan
+from strategies.feddyn import OWN
+from tests.federation import Federation
+from tests.states import load_tensors
+
+PLAIN = ["optimizer.momentum=0", "optimizer.weight_decay=0"]
+
+
+def gradient(folder, client, *, before):
+    state = load_tensors(folder / "clients" / "0000" / str(client), before=before)
+    return {name.removeprefix(OWN): np.asarray(value) for name, value in state.items() if OWN in name}
+
+
+def test_the_gradient_of_a_linear_term_is_its_slope():
+    from fedssl.methods.base import SSLMethod
+    from fedssl.regularizers.base import RegularizerInput
+
+    method = SSLMethod()
+    method.head = torch.nn.Linear(2, 1)
+    method.head.weight.data[:] = torch.tensor([3.0, 5.0])
+    method.head.bias.data[:] = 7
+    term = Linear()
+    term.load(method, {"head.weight": np.array([[2.0, -1.0]], np.float32)})
+    loss = term.apply(torch.tensor(10.0), RegularizerInput(method, None, (), None))
+    assert loss.item() == 10 + 2 * 3 - 5
+    loss.backward()
+    assert method.head.weight.grad.tolist() == [[2, -1]]
+    assert method.head.bias.grad.tolist() == [0]
+
+
+def test_rounds_equal_a_slow_transcription(tmp_path):
+    """Algorithm 1 in float64 on what clients sent, with h of the paper instead of H = -h / alpha."""
+    alpha = 0.5
+    federation = Federation(tmp_path, "strategy=feddyn", f"strategy.alpha={alpha}", "clients_per_round=2")
+    names = federation.method.trainable
+    h = dict.fromkeys(names, 0.0)
+    g = [dict(h) for _ in range(3)]
+    for round in (1, 2, 3):
+        sent = len(federation.updates)
+        federation.run(1)
+        clients = [row.client for row in federation.report.clients]
+        start = TrainPlan.from_content(federation.plans[sent]).layers
+        models = [ClientUpdate.from_content(update, 0).layers for update in federation.updates[sent:]]
+        for name in names:
+            moves = [model[name].astype(np.float64) - start[name] for model in models]
+            h[name] = h[name] - alpha * sum(moves) / 3
+            new = sum(model[name].astype(np.float64) for model in models) / 2 - h[name] / alpha
+            np.testing.assert_allclose(federation.layers[name], new, rtol=1e-4, atol=1e-5)
+            for client, move in zip(clients, moves, strict=True):
+                g[client][name] = g[client][name] - alpha * move
+        for client in clients:
+            for name, value in gradient(tmp_path, client, before=round + 1).items():
+                np.testing.assert_allclose(value, g[client][name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_is_corrected_by_both_terms(tmp_path):
+    """One step of 0.03 from w_g, where the proximal term is flat: it moves by 0.03 g_k more than without."""
+    dynamic = Federation(tmp_path / "dynamic", "strategy=feddyn", "strategy.alpha=0.5", *PLAIN)
+    dynamic.run(2)
+    plan, update = dynamic.plans[3], ClientUpdate.from_content(dynamic.updates[3], 0).layers
+    plain = Federation(tmp_path / "plain", "strategy=fedavg", "strategy.weighting=uniform", *PLAIN)
+    plain.run(1)
+    from dataclasses import replace
+
+    start = TrainPlan.from_content(plan).layers
+    model = replace(plain.state.models["global"], layers={name: start[name] for name in plain.layers})
+    plain.state = replace(plain.state, models={"global": model})
+    plain.run(1)
+    usual = ClientUpdate.from_content(plain.updates[3], 0).layers
+    for name, value in gradient(tmp_path / "dynamic", 0, before=2).items():
+        np.testing.assert_allclose(update[name] - usual[name], 0.03 * value, atol=2e-6)
+
+
+def test_a_small_alpha_leaves_the_step_of_the_server(tmp_path):
+    dynamic = Federation(tmp_path / "dynamic", "strategy=feddyn", "strategy.alpha=1e-12")
+    average = Federation(tmp_path / "average", "strategy=fedavg", "strategy.weighting=uniform")
+    start = {name: layer.copy() for name, layer in average.layers.items()}
+    dynamic.run(1)
+    average.run(1)
+    for name, mean in average.layers.items():
+        twice = 2 * mean - start[name] if name in average.method.trainable else mean
+        np.testing.assert_allclose(dynamic.layers[name], twice, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["privacy=central", "encoder.norm=group"], "noise to the mean of the clients, which strategy=feddyn changes"),
+        (["aggregation.buffered=true"], "set aggregation.buffered=false"),
+        (["tuning=lora", "encoder=vit_tiny", "tuning.aggregation=svd"], "set tuning.aggregation=factors"),
+    ],
+)
+def test_what_it_does_not_support_is_refused(tmp_path, overrides, reason):
+    with pytest.raises(InputError, match=reason):
+        Federation(tmp_path, "strategy=feddyn", *overrides)
