@@ -1,9 +1,9 @@
 """Server optimizers: steps on the aggregated layers of any rule.
 
 The difference between the old and the aggregated global weights is the gradient (Reddi et al., "Adaptive Federated
-Optimization", arXiv 2003.00295). FedAvgM, FedAdam and FedYogi compute the same as Flower's strategies of these names,
-but on weights only. Flower's also update running statistics, whose variance can become negative, and make counters
-fractions. Here these are the aggregated values.
+Optimization", arXiv 2003.00295). FedAvgM, FedAdagrad, FedAdam and FedYogi compute the same as Flower's strategies of
+these names, but on weights only. Flower's also update running statistics, whose variance can become negative, and make
+counters fractions. Here these are the aggregated values.
 """
 
 import numpy as np
@@ -166,6 +166,24 @@ class FedYogi(FedAdam):
 
     def _second_moment(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
         return np.asarray(v - v.dtype.type(1 - self.beta_2) * square * np.sign(v - square))
+
+    def _rate(self, step: int) -> float:
+        return self.lr
+
+
+class FedAdagrad(FedAdam):
+    r"""Adagrad on the server: `FedAdam` with a growing second moment, and without a first moment or bias correction.
+
+    $$
+    v \leftarrow v + \Delta^2 \qquad w = w_g + \eta \, \frac{\Delta}{\sqrt{v} + \tau}
+    $$
+    """
+
+    def __init__(self, *, lr: float = 0.1, beta_1: float = 0.0, tau: float = 1e-3) -> None:
+        super().__init__(lr=lr, beta_1=beta_1, tau=tau)
+
+    def _second_moment(self, v: np.ndarray, square: np.ndarray) -> np.ndarray:
+        return np.asarray(v + square)
 
     def _rate(self, step: int) -> float:
         return self.lr

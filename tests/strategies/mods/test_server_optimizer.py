@@ -14,9 +14,9 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.wire.records import arrays_to_record, record_to_arrays
 from simulation.grid import LocalGrid
-from strategies.mods.server_optimizer import FedAdam, FedAvgM, FedYogi
+from strategies.mods.server_optimizer import FedAdagrad, FedAdam, FedAvgM, FedYogi
 
-every_optimizer = pytest.mark.parametrize("kind", [FedAvgM, FedAdam, FedYogi])
+every_optimizer = pytest.mark.parametrize("kind", [FedAvgM, FedAdagrad, FedAdam, FedYogi])
 
 
 def model(seed, dtype=np.float32):
@@ -65,6 +65,12 @@ def test_fedadam_by_hand():
     assert values == pytest.approx([first, second], rel=1e-12)
 
 
+def test_fedadagrad_by_hand():
+    # v = v + delta^2, x = x + 0.3 delta / (sqrt(v) + 0.5), from x = 1: deltas 3 and 4 give v = 9 and 25.
+    values = moves(FedAdagrad(lr=0.3, tau=0.5), 1.0, [3.0, 4.0])
+    assert values == pytest.approx([1 + 0.9 / 3.5, 1 + 0.9 / 3.5 + 1.2 / 5.5], rel=1e-12)
+
+
 def test_fedyogi_by_hand():
     # m = (m + delta) / 2, v = v - delta^2 sign(v - delta^2) / 4, x = x + 0.3 m / (sqrt(v) + 0.5), from x = 1:
     #   delta 2:   m = 1,     v = 0 + 4/4
@@ -85,6 +91,7 @@ def test_fedyogi_by_hand():
         (FedAvgM(lr=0.3, momentum=0.0), flower.FedAvgM(server_learning_rate=0.3, server_momentum=0.0)),
         (FedAdam(), flower.FedAdam()),
         (FedAdam(lr=0.2, beta_1=0.6, beta_2=0.8, tau=0.1), flower.FedAdam(eta=0.2, beta_1=0.6, beta_2=0.8, tau=0.1)),
+        (FedAdagrad(), flower.FedAdagrad(eta=0.1, tau=1e-3)),
         (FedYogi(), flower.FedYogi()),
         (FedYogi(lr=0.2, beta_1=0.6, beta_2=0.8, tau=0.1), flower.FedYogi(eta=0.2, beta_1=0.6, beta_2=0.8, tau=0.1)),
     ],
