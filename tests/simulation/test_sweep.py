@@ -64,7 +64,10 @@ class TestJobs:
         ("override", "values"),
         [
             ("seed=range(0,3)", ["seed=0", "seed=1", "seed=2"]),
-            ("strategy=glob(fed*,exclude=[fedbn,fedema,fedu,featarc])", ["strategy=fedavg", "strategy=fedprox"]),
+            (
+                "strategy=glob(fed*,exclude=[fedbn,feddyn,fedema,fedexp,fednova,fedu,featarc])",
+                ["strategy=fedavg", "strategy=fedprox"],
+            ),
             ("+final_evaluation.x=choice(a,b)", ["+final_evaluation.x=a", "+final_evaluation.x=b"]),
         ],
     )

@@ -1,0 +1,69 @@
+"""MOON: the loss by hand and in float64, what is contrasted with what, and no term without a last model."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl.errors import InputError
+from strategies.moon import LAST, ModelContrast, model_contrastive
+from tests.federation import Federation
+from tests.states import load_tensors
+
+
+def test_the_loss_by_hand():
+    # Cosines (1, 0) and (0, 1) over tau = 0.5: -log(e^2 / (e^2 + 1)) and -log(1 / (1 + e^2)).
+    z, z_global, z_last = (torch.tensor(rows) for rows in ([[2.0, 0], [0, 3]], [[1.0, 0], [1, 0]], [[0.0, 1], [0, 5]]))
+    expected = (math.log(1 + math.exp(-2)) + math.log(1 + math.exp(2))) / 2
+    assert model_contrastive(z, z_global, z_last, temperature=0.5).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_loss_equals_a_slow_transcription():
+    random = np.random.default_rng(0)
+    z, g, last = random.standard_normal((3, 7, 5))
+
+    def cosine(a, b):
+        return a @ b / (np.linalg.norm(a) * np.linalg.norm(b))
+
+    terms = []
+    for row in range(7):
+        near, far = (math.exp(cosine(z[row], other[row]) / 0.3) for other in (g, last))
+        terms.append(-math.log(near / (near + far)))  # Eq. 3
+    loss = model_contrastive(*map(torch.tensor, (z, g, last)), temperature=0.3)
+    assert loss.item() == pytest.approx(np.mean(terms), rel=1e-12)
+
+
+@pytest.mark.parametrize("method", ["simclr", "byol"])
+def test_the_first_round_and_no_weight_are_federated_averaging(tmp_path, method):
+    average = Federation(tmp_path / "average", "strategy=fedavg", f"method={method}")
+    moon = Federation(tmp_path / "moon", "strategy=moon", f"method={method}")
+    flat = Federation(tmp_path / "flat", "strategy=moon", "strategy.weight=0", f"method={method}")
+    for federation in (average, moon, flat):
+        federation.run(1)
+    assert all((moon.layers[name] == layer).all() for name, layer in average.layers.items())
+    first = load_tensors(tmp_path / "moon" / "clients" / "0000" / "0", before=2)
+    assert {name.removeprefix(LAST).partition(".")[0] for name in first if LAST in name} == {"encoder", "projector"}
+    for federation in (average, moon, flat):
+        federation.run(1)
+    assert all((flat.layers[name] == layer).all() for name, layer in average.layers.items())
+    assert any((moon.layers[name] != layer).any() for name, layer in average.layers.items())
+
+
+def test_methods_without_whole_views_are_refused(tmp_path):
+    with pytest.raises(
+        InputError, match=r"ModelContrast needs the encoder's output .* set strategy=fedavg, or another"
+    ):
+        Federation(tmp_path, "strategy=moon", "method=mae", "encoder=vit_tiny")
+    with pytest.raises(InputError, match="Alignment that of the encoder and ModelContrast that of the projector"):
+        Federation(tmp_path, "strategy=moon", "regularizer=alignment")
+
+
+def test_a_client_contrasts_its_own_last_model(tmp_path):
+    """With equal models both cosines are equal, and the term is log 2; each client loads its own."""
+    federation = Federation(tmp_path, "strategy=moon", "optimizer.lr=0")
+    federation.run(1)
+    first = federation.report.clients[0].loss
+    federation.run(1)
+    assert isinstance(federation.strategy.client.term, ModelContrast)
+    assert federation.report.clients[0].loss == pytest.approx(first + math.log(2), abs=0.2)
