@@ -1,14 +1,18 @@
 """FedDyn: both sides by a slow transcription of Algorithm 1, and its limit for a small alpha."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from fedssl.errors import InputError
+from fedssl.regularizers.base import RegularizerInput
 from fedssl.regularizers.linear import Linear
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.feddyn import OWN
 from tests.federation import Federation
+from tests.server_app.small import Small
 from tests.states import load_tensors
 
 PLAIN = ["optimizer.momentum=0", "optimizer.weight_decay=0"]
@@ -20,20 +24,16 @@ def gradient(folder, client, *, before):
 
 
 def test_the_gradient_of_a_linear_term_is_its_slope():
-    from fedssl.methods.base import SSLMethod
-    from fedssl.regularizers.base import RegularizerInput
-
-    method = SSLMethod()
-    method.head = torch.nn.Linear(2, 1)
-    method.head.weight.data[:] = torch.tensor([3.0, 5.0])
-    method.head.bias.data[:] = 7
-    term = Linear()
-    term.load(method, {"head.weight": np.array([[2.0, -1.0]], np.float32)})
-    loss = term.apply(torch.tensor(10.0), RegularizerInput(method, None, (), None))
-    assert loss.item() == 10 + 2 * 3 - 5
-    loss.backward()
-    assert method.head.weight.grad.tolist() == [[2, -1]]
-    assert method.head.bias.grad.tolist() == [0]
+    method, term = Small(), Linear()  # with the weights (1, 2, 2)
+    step = RegularizerInput(method, None, (), None)
+    assert term.apply(torch.tensor(10.0), step).item() == 10  # nothing is loaded
+    for slope, product in (({"encoder.weight": np.array([2, -1, 3], np.float32)}, 2 - 2 + 6), ({}, 0)):
+        method.zero_grad()
+        term.load(method, slope)
+        loss = term.apply(torch.tensor(10.0), step)
+        assert loss.item() == 10 + product
+        loss.backward()
+        assert method.encoder.weight.grad.tolist() == slope.get("encoder.weight", np.zeros(3)).tolist()
 
 
 def test_rounds_equal_a_slow_transcription(tmp_path):
@@ -68,8 +68,6 @@ def test_a_step_is_corrected_by_both_terms(tmp_path):
     plan, update = dynamic.plans[3], ClientUpdate.from_content(dynamic.updates[3], 0).layers
     plain = Federation(tmp_path / "plain", "strategy=fedavg", "strategy.weighting=uniform", *PLAIN)
     plain.run(1)
-    from dataclasses import replace
-
     start = TrainPlan.from_content(plan).layers
     model = replace(plain.state.models["global"], layers={name: start[name] for name in plain.layers})
     plain.state = replace(plain.state, models={"global": model})
@@ -95,7 +93,7 @@ def test_a_small_alpha_leaves_the_step_of_the_server(tmp_path):
     [
         (["privacy=central", "encoder.norm=group"], "noise to the mean of the clients, which strategy=feddyn changes"),
         (["aggregation.buffered=true"], "set aggregation.buffered=false"),
-        (["tuning=lora", "encoder=vit_tiny", "tuning.aggregation=svd"], "set tuning.aggregation=factors"),
+        (["tuning=lora", "tuning.rank=2", "tuning.aggregation=svd"], "set tuning.aggregation=factors"),
     ],
 )
 def test_what_it_does_not_support_is_refused(tmp_path, overrides, reason):

@@ -42,7 +42,8 @@ def test_two_clients_by_hand():
 @pytest.mark.parametrize("weighting", ["uniform", "examples"])
 def test_a_slow_transcription(weighting):
     random = np.random.default_rng(1)
-    start, models, examples = random.standard_normal(40), random.standard_normal((5, 40)), [1, 5, 2, 9, 3]
+    start, examples = random.standard_normal(40), [1, 5, 2, 9, 3]
+    models = start + random.standard_normal((5, 40))
     beta = np.array(examples if weighting == "examples" else [1] * 5, float)
     beta /= beta.sum()
     changes = models - start

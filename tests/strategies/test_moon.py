@@ -9,6 +9,7 @@ import torch
 from fedssl.errors import InputError
 from strategies.moon import LAST, ModelContrast, model_contrastive
 from tests.federation import Federation
+from tests.methods import overrides_of
 from tests.states import load_tensors
 
 
@@ -54,7 +55,7 @@ def test_methods_without_whole_views_are_refused(tmp_path):
     with pytest.raises(
         InputError, match=r"ModelContrast needs the encoder's output .* set strategy=fedavg, or another"
     ):
-        Federation(tmp_path, "strategy=moon", "method=mae", "encoder=vit_tiny")
+        Federation(tmp_path, "strategy=moon", *overrides_of("mae"))
     with pytest.raises(InputError, match="Alignment that of the encoder and ModelContrast that of the projector"):
         Federation(tmp_path, "strategy=moon", "regularizer=alignment")
 

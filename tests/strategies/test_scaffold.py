@@ -134,7 +134,7 @@ def test_arrays_that_do_not_fit_are_refused(arrays, reason):
         (["aggregation.buffered=true"], "set aggregation.buffered=false"),
         (["client_state.max_bytes=1000"], "set client_state.max_bytes=null"),
         (["secure_aggregation=secagg_plus", "num_clients=20"], "needs a strategy that adds up the clients"),
-        (["tuning=lora", "encoder=vit_tiny", "tuning.aggregation=exact"], "is no weighted sum of the clients"),
+        (["tuning=lora", "tuning.rank=2", "tuning.aggregation=exact"], "is no weighted sum of the clients"),
     ],
 )
 def test_what_it_does_not_support_is_refused(tmp_path, overrides, reason):
