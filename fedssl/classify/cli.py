@@ -20,13 +20,14 @@ import numpy as np
 from fedssl.atomic_files import write_text
 from fedssl.classify.classifier import Classifier
 from fedssl.classify.label_next import FEW, next_to_label, unit_features
-from fedssl.classify.labeled import UNLABELED, Images, LabeledImages, embed, read_labeled
+from fedssl.classify.labeled import UNLABELED, LabeledImages, list_labeled, read_labeled, without_labels
 from fedssl.classify.onnx_file import NUM_CHECKED, check_packages, write_onnx
-from fedssl.classify.options import Options, classify_options
+from fedssl.classify.options import Options, check_outputs, classify_options
 from fedssl.classify.results import describe, prediction_rows, report
 from fedssl.classify.validation import train
 from fedssl.config.commands import run_with_overrides
-from fedssl.embedding import load_embedder
+from fedssl.embedding import Embedder, Embeddings, load_embedder
+from fedssl.embedding.embeddings import embed_list, list_for
 from fedssl.errors import InputError
 from fedssl.text_table import to_csv
 
@@ -50,12 +51,8 @@ def run(overrides: Sequence[str]) -> str:
     if options.onnx is not None:
         check_packages()
     embedder = load_embedder(options.source, device=options.device, backend=options.backend, folders=options.folders)
-    labeled = images = model = None
-    if options.labeled is not None:
-        labeled = read_labeled(embedder, options.labeled, options.settings, skip_unreadable=options.skip_unreadable)
-    if options.images is not None:
-        settings = {key: value for key, value in options.settings.items() if key not in ("label", "group", "folders")}
-        images = embed(embedder, options.images, settings | UNLABELED, skip_unreadable=options.skip_unreadable)
+    labeled, images = _read(options, embedder)
+    model = None
     lines, texts = list[str](), dict[Path, str]()
     if labeled is not None:
         model, validation = train(
@@ -65,10 +62,11 @@ def run(overrides: Sequence[str]) -> str:
         if options.report is not None:
             texts[options.report] = json.dumps(report(labeled, model, validation), indent=2) + "\n"
         if options.out is not None and images is not None:
-            rows = np.arange(len(images.digests)) if options.include_labeled else images.others(labeled)
+            rows = np.arange(len(images.names)) if options.include_labeled else without_labels(images, labeled)
             texts[options.out] = to_csv(prediction_rows(images, labeled, model, rows))
-            lines.append(f"predictions of {len(rows):,} of {len(images.digests):,} images: {options.out}")
-    pool = images or labeled
+            hint = "" if len(rows) else " (all of them are labeled; include_labeled=true predicts these, too)"
+            lines.append(f"predictions of {len(rows):,} of {len(images.names):,} images{hint}: {options.out}")
+    pool = labeled.embeddings if images is None and labeled is not None else images
     if options.next is not None and pool is not None:
         chosen = _label_next(pool, labeled, model, options)
         texts[options.next] = to_csv(_rows_to_label(pool, model, chosen, options.next))
@@ -81,9 +79,27 @@ def run(overrides: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _label_next(pool: Images, labeled: LabeledImages | None, model: Classifier | None, options: Options) -> np.ndarray:
+def _read(options: Options, embedder: Embedder) -> tuple[LabeledImages | None, Embeddings | None]:
+    """Return the labeled images and the others; everything that can be wrong without features is checked before."""
+    labeled = images = None
+    if options.labeled is not None:
+        labeled = list_labeled(embedder, options.labeled, options.settings)
+    if options.images is not None:
+        settings = {key: value for key, value in options.settings.items() if key not in ("label", "group", "folders")}
+        images = list_for(embedder, options.images, settings | UNLABELED)
+    check_outputs(options)
+    skip = options.skip_unreadable
+    return (
+        None if labeled is None else read_labeled(embedder, labeled, skip_unreadable=skip),
+        None if images is None else embed_list(embedder, images, skip_unreadable=skip),
+    )
+
+
+def _label_next(
+    pool: Embeddings, labeled: LabeledImages | None, model: Classifier | None, options: Options
+) -> np.ndarray:
     """Return the rows of the images to label next, the most useful first."""
-    rows = pool.others(labeled)
+    rows = without_labels(pool, labeled)
     if not len(rows):
         raise InputError("label_next finds no image without a label; give others with images=PATH")
     features, known, margins = pool.features[rows], pool.features[:0], None
@@ -96,12 +112,14 @@ def _label_next(pool: Images, labeled: LabeledImages | None, model: Classifier |
     return rows[next_to_label(unit, unit_known, count=options.label_next, margins=margins, seed=options.seed)]
 
 
-def _rows_to_label(images: Images, model: Classifier | None, rows: np.ndarray, table: Path) -> Iterator[list[object]]:
+def _rows_to_label(
+    images: Embeddings, model: Classifier | None, rows: np.ndarray, table: Path
+) -> Iterator[list[object]]:
     """Yield the lines of a table that is read as ``labeled`` once its labels are written."""
     yield ["path", "label", *(["prediction", "probability"] if model is not None else [])]
     folder = table.absolute().parent
     for row in rows:
-        image = (images.embeddings.images.root / images.embeddings.names[row]).absolute()
+        image = (images.images.root / images.names[row]).absolute()
         below = image.is_relative_to(folder)
         line: list[object] = [f"./{image.relative_to(folder).as_posix()}" if below else str(image), ""]
         if model is not None:

@@ -2,7 +2,8 @@
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from fedssl.datasets.holdout import NO_LABEL
-from fedssl.digests import checksum
-from fedssl.embedding import Embedder, Embeddings, embed_path
+from fedssl.embedding import Embedder, Embeddings
+from fedssl.embedding.embeddings import embed_list, list_for
+from fedssl.embedding.image_list import ImageList
 from fedssl.errors import InputError, shortened
 from fedssl.safe_io import sanitize
 
@@ -23,42 +25,11 @@ UNLABELED = {"label": None, "folders": "none"}  # settings of images whose label
 log = logging.getLogger("fedssl")
 
 
-class DigestingEmbedder(Embedder):
-    """An embedder that also lists the digest of each image, by which copies are found."""
-
-    def __init__(self, embedder: Embedder) -> None:
-        names = ("dimension", "channels", "size", "pixels", "digest", "device")
-        super().__init__(**{name: vars(embedder)[name] for name in names})
-        self._embedder = embedder
-        self.digests: list[str] = []
-
-    def _compute(self, images: np.ndarray) -> np.ndarray:
-        self.digests += [checksum(np.ascontiguousarray(image).data.cast("B")) for image in images]
-        return self._embedder(images)
-
-
 @dataclass(frozen=True, eq=False)
-class Images:
-    """Images with features."""
-
-    embeddings: Embeddings
-    digests: np.ndarray  # str, ``(n,)``, equal for equal pixels
-
-    @property
-    def features(self) -> np.ndarray:
-        """Float32 ``(n, dim)``."""
-        return self.embeddings.features
-
-    def others(self, labeled: "LabeledImages | None") -> np.ndarray:
-        """Return the rows of the images that are no labeled ones, nor copies of them."""
-        known = labeled.digests[labeled.rows] if labeled is not None else []
-        return np.flatnonzero(~np.isin(self.digests, known))
-
-
-@dataclass(frozen=True, eq=False)
-class LabeledImages(Images):
+class LabeledImages:
     """Images of which some have labels."""
 
+    embeddings: Embeddings
     rows: np.ndarray  # of the images with a label, int64 ``(m,)``
     labels: np.ndarray  # int64 ``(m,)``, numbers of ``classes``
     classes: tuple[str, ...]  # each has an image
@@ -67,48 +38,69 @@ class LabeledImages(Images):
     @property
     def known(self) -> np.ndarray:
         """Features of the images with a label, float32 ``(m, dim)``."""
-        known: np.ndarray = self.features[self.rows]
+        known: np.ndarray = self.embeddings.features[self.rows]
         return known
 
 
-def embed(embedder: Embedder, path: Path, settings: Mapping[str, Any], *, skip_unreadable: bool) -> Images:
-    """Return the images of a path with features and digests, see `fedssl.embedding.embed_path`."""
-    digesting = DigestingEmbedder(embedder)
-    embeddings = embed_path(digesting, path, settings=settings, skip_unreadable=skip_unreadable)
-    return Images(embeddings, np.array(digesting.digests))
+def without_labels(images: Embeddings, labeled: LabeledImages | None) -> np.ndarray:
+    """Return the rows of the images that are no labeled ones, nor copies of them."""
+    known = labeled.embeddings.digests[labeled.rows] if labeled is not None else []
+    return np.flatnonzero(~np.isin(images.digests, known))
 
 
-def read_labeled(
-    embedder: Embedder, path: Path, settings: Mapping[str, Any], *, skip_unreadable: bool
-) -> LabeledImages:
-    """Return images with their labels; `InputError` if these are no two classes, or contradict each other."""
-    try:
-        images = embed(embedder, path, settings, skip_unreadable=skip_unreadable)
-    except InputError as error:
-        raise InputError(re.sub(r"\bimages(?=[=:]|$)", "labeled", str(error))) from error
-    found = images.embeddings.labels
-    if found is None:
+def list_labeled(embedder: Embedder, path: Path, settings: Mapping[str, Any]) -> ImageList:
+    """List images with their labels; `InputError` if these are not of two classes."""
+    with _named_labeled():
+        images = list_for(embedder, path, settings)
+    column = str(settings.get("label") or "label")
+    if images.labels is None:
+        values = images.values_if_any(column)
         raise InputError(
-            f"labeled={path} has no labels, or one class only, but a classifier needs two; give a folder with one "
+            f"labeled={path} has a column {column} without a value; write the classes of the images into it"
+            if values is not None and not any(str(value or "").strip() for value in values)
+            else f"labeled={path} has no labels, or one class only, but a classifier needs two; give a folder with one "
             "subfolder per class, or a CSV file with the columns path and label (another name: dataset.label=NAME)"
         )
+    present = np.unique(images.labels[images.labels != NO_LABEL])
+    if len(present) < 2:
+        name = images.classes[present[0]] if images.classes else str(present[0])
+        raise InputError(
+            f"labeled={path} has one class only ({sanitize(name)}), but a classifier needs two; add images of another "
+            "class, or of anything else as the class other"
+        )
+    return images
+
+
+def read_labeled(embedder: Embedder, images: ImageList, *, skip_unreadable: bool) -> LabeledImages:
+    """Return images with features and labels; `InputError` if these contradict each other."""
+    with _named_labeled():
+        embeddings = embed_list(embedder, images, skip_unreadable=skip_unreadable)
+    found = images.labels
+    assert found is not None  # `list_labeled`
+    found = found[embeddings.rows]
     rows = np.flatnonzero(found != NO_LABEL)
     present, labels = np.unique(found[rows], return_inverse=True)
-    names = images.embeddings.classes or tuple(map(str, range(present.max() + 1)))
+    names = images.classes or tuple(map(str, range(present.max(initial=-1) + 1)))
     classes = tuple(names[number] for number in present)
     if len(classes) < 2:
-        raise InputError(
-            f"labeled={path} has one class only ({sanitize(classes[0])}), but a classifier needs two; add images of "
-            "another class, or of anything else as the class other"
-        )
-    _check_copies(images, rows, labels, classes)
-    _warn(images.embeddings, path, rows, classes)
-    return LabeledImages(images.embeddings, images.digests, rows, labels, classes, _groups(images, rows))
+        raise InputError("the readable images of labeled= have one class only; repair, or add, images of another")
+    _check_copies(embeddings, rows, labels, classes)
+    _warn(embeddings, rows, classes)
+    return LabeledImages(embeddings, rows, labels, classes, _groups(embeddings, rows))
 
 
-def _check_copies(images: Images, rows: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> None:
+@contextmanager
+def _named_labeled() -> Iterator[None]:
+    """Name the setting ``labeled`` in an error about ``images``."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(re.sub(r"\bimages(?=[=:]|$)", "labeled", str(error))) from error
+
+
+def _check_copies(images: Embeddings, rows: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> None:
     """Raise an `InputError` if an image has two labels, or if all images have the same features."""
-    names, first = images.embeddings.names, dict[str, int]()
+    names, first = images.names, dict[str, int]()
     for place, (row, label) in enumerate(zip(rows, labels, strict=True)):
         other = first.setdefault(images.digests[row], place)
         if labels[other] != label:
@@ -122,11 +114,11 @@ def _check_copies(images: Images, rows: np.ndarray, labels: np.ndarray, classes:
         raise InputError("the encoder gives the same features for all labeled images: it has collapsed; train another")
 
 
-def _warn(embeddings: Embeddings, path: Path, rows: np.ndarray, classes: Sequence[str]) -> None:
+def _warn(embeddings: Embeddings, rows: np.ndarray, classes: Sequence[str]) -> None:
     """Log what may be wrong with the labels."""
     missing = len(embeddings.names) - len(rows)
     if missing:
-        log.warning("%s", sanitize(f"{missing:,} of {len(embeddings.names):,} images of {path} have no label"))
+        log.warning("%s", sanitize(f"{missing:,} of {len(embeddings.names):,} images of labeled= have no label"))
     unused = [name for name in embeddings.classes if name not in classes]
     if unused:
         log.warning("%s", sanitize(f"classes without images are never predicted: {shortened(unused)}"))
@@ -139,16 +131,15 @@ def _warn(embeddings: Embeddings, path: Path, rows: np.ndarray, classes: Sequenc
             log.warning("%s", sanitize(f"{listed} count as {len(similar)} classes; write them alike if they are one"))
 
 
-def _groups(images: Images, rows: np.ndarray) -> np.ndarray:
+def _groups(images: Embeddings, rows: np.ndarray) -> np.ndarray:
     """Return the group of each row: joined by the column of groups, if there is one, and by equal pixels."""
     _, copies = np.unique(images.digests[rows], return_inverse=True)
-    names = images.embeddings.images.groups(images.embeddings.rows)
-    values: Sequence[Any] = names or []
-    if names is None:
-        try:
-            values = images.embeddings.values(GROUP)
-        except InputError:  # there is no such column
+    values: Sequence[Any] | None = images.images.groups(images.rows)
+    if values is None:
+        of_all = images.images.values_if_any(GROUP)
+        if of_all is None:
             return np.asarray(copies)
+        values = [of_all[row] for row in images.rows]
     given = [f"group {values[row]}" if values[row] is not None else f"image {row}" for row in rows]
     _, groups = np.unique(given, return_inverse=True)
     size = max(groups.max(), copies.max()) + 1

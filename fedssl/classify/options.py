@@ -43,7 +43,7 @@ class Options:
 
 
 def classify_options(overrides: Sequence[str]) -> Options:
-    """Return the options of overrides; `InputError` if they are invalid, or if an output exists."""
+    """Return the options of overrides; `InputError` if they are invalid."""
     texts, settings = read_options("fedssl-classify", overrides, keys=_KEYS)
     source = source_of(texts)
     given = {key: _value(key, text) for key, text in texts.items() if key not in ("run", "encoder")}
@@ -55,10 +55,17 @@ def classify_options(overrides: Sequence[str]) -> Options:
     outputs = {key: given[key] for key in _OUTPUTS if key in given}
     for key, file in outputs.items():
         check_output(key, file, _OUTPUTS[key])
-        check_new(key, file)
     if len(set(outputs.values())) < len(outputs):
         raise InputError(f"two of {'=, '.join(outputs)}= name the same file; choose different ones")
     return Options(source=source, settings=settings, folders=search_folders(overrides), **given)
+
+
+def check_outputs(options: Options) -> None:
+    """Raise an `InputError` if an output exists."""
+    for key in _OUTPUTS:
+        file = vars(options)[key]
+        if file is not None:
+            check_new(key, file)
 
 
 def _value(key: str, text: str) -> Any:

@@ -7,8 +7,9 @@ import numpy as np
 
 from fedssl.classify.classifier import FOLDS, Classifier
 from fedssl.classify.label_next import largest_cosines, unit_features
-from fedssl.classify.labeled import Images, LabeledImages
+from fedssl.classify.labeled import LabeledImages
 from fedssl.classify.validation import LEVEL, Validation
+from fedssl.embedding import Embeddings
 from fedssl.text_table import align
 
 _MAX_LINES = 20  # classes in a table
@@ -51,7 +52,8 @@ def describe(labeled: LabeledImages, validation: Validation | None) -> list[str]
 def _tables(classes: Sequence[str], validation: Validation) -> Iterator[str]:
     """Yield the lowest recalls and the most frequent confusions."""
     order = np.argsort(np.nan_to_num(validation.recalls, nan=2), kind="stable")
-    rows = [[classes[n], f"{validation.counts[n]}", f"{100 * validation.recalls[n]:.0f}"] for n in order[:_MAX_LINES]]
+    recalls = ["-" if np.isnan(recall) else f"{100 * recall:.0f}" for recall in validation.recalls]
+    rows = [[classes[n], f"{validation.counts[n]}", recalls[n]] for n in order[:_MAX_LINES]]
     yield align([["class", "images", "recall (%)"], *rows], left=1)
     if len(classes) > _MAX_LINES:
         yield f"and {len(classes) - _MAX_LINES:,} classes with no lower recall (report=FILE.json has all)"
@@ -98,7 +100,7 @@ def distances(labeled: LabeledImages, images: np.ndarray) -> tuple[np.ndarray, f
     largest for fewer than 100 images; with one group it is 2. About 1% of images of the same kind are
     farther away, or one in the number of labeled images.
     """
-    known = labeled.features[labeled.rows]
+    known = labeled.known
     center = known.mean(axis=0, dtype=np.float64)
     known = unit_features(known, center=center)
     nearest = np.sort(1 - largest_cosines(known, known, groups=labeled.groups))
@@ -107,7 +109,7 @@ def distances(labeled: LabeledImages, images: np.ndarray) -> tuple[np.ndarray, f
 
 
 def prediction_rows(
-    images: Images, labeled: LabeledImages, classifier: Classifier, rows: np.ndarray
+    images: Embeddings, labeled: LabeledImages, classifier: Classifier, rows: np.ndarray
 ) -> Iterator[list[object]]:
     """Yield the lines of the CSV file of predictions, the header first."""
     header = ["path", "prediction", "probability", "distance", "unusual"]
@@ -118,7 +120,7 @@ def prediction_rows(
     for place, row in enumerate(rows):
         values = probabilities[place]
         yield [
-            images.embeddings.names[row],
+            images.names[row],
             classifier.classes[best[place]],
             f"{values[best[place]]:.4f}",
             f"{far[place]:.4f}",

@@ -13,15 +13,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
 from fedssl import __version__
 from fedssl.config.commands import flag_of, read_options, run_with_overrides, source_of
 from fedssl.config.literal import path_of
 from fedssl.config.targets import search_folders
 from fedssl.embedding.embedder import Embedder, load_embedder
-from fedssl.embedding.embeddings import check_readable, list_for, log
+from fedssl.embedding.embeddings import check_readable, embedded_blocks, list_for, log
 from fedssl.embedding.formats import FORMATS, Table, check_out
 from fedssl.embedding.image_list import ImageList
 from fedssl.embedding.partial import Partial, open_partial, partial_bytes, remove_partial
@@ -96,15 +93,10 @@ def write_features(embedder: Embedder, images: ImageList, out: Path, *, skip_unr
 
 
 def _compute(embedder: Embedder, images: ImageList, partial: Partial, *, skip_unreadable: bool) -> None:
-    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("images", total=len(images), completed=partial.done)
-        for block in images.blocks(embedder.batch_size, start=partial.done):
-            partial.add(block, embedder(block.images))
-            bar.update(task, completed=block.end)
-            if not partial.count and not skip_unreadable:  # such as all images of a wrong kind: at once
-                check_readable(images, partial.unreadable, skip=False)
+    for block, features in embedded_blocks(embedder, images, start=partial.done):
+        partial.add(block, features)
+        if not partial.count and not skip_unreadable:  # such as all images of a wrong kind: at once
+            check_readable(images, partial.unreadable, skip=False)
 
 
 def _check_disk(out: Path, needed: int) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from fedssl.embedding.embedder import Embedder
-from fedssl.embedding.image_list import ImageList, list_images
+from fedssl.embedding.image_list import Block, ImageList, list_images
+from fedssl.embedding.progress import progress_bar
 from fedssl.errors import InputError
 from fedssl.safe_io import sanitize
 
@@ -29,6 +30,7 @@ class Embeddings:
     classes: tuple[str, ...]  # ``classes[label]``; empty if unknown
     images: ImageList  # of all images
     rows: np.ndarray  # those of ``images`` that are readable, int64 ``(n,)``, ascending
+    digests: np.ndarray  # str, ``(n,)``, equal for equal pixels
 
     def decode(self, numbers: np.ndarray, *, size: int | None = None) -> np.ndarray:
         """Return the images with these ascending numbers, ``(k, channels, size, size)``, in another size if given."""
@@ -70,11 +72,16 @@ def embed_path(
     skip_unreadable : bool
         Whether images that cannot be read are left out; otherwise they are an error.
     """
-    images = list_for(embedder, path, settings or {})
-    features, rows, unreadable = [], [], dict[int, str]()
-    for block in images.blocks(embedder.batch_size):
-        features.append(embedder(block.images))
+    return embed_list(embedder, list_for(embedder, path, settings or {}), skip_unreadable=skip_unreadable)
+
+
+def embed_list(embedder: Embedder, images: ImageList, *, skip_unreadable: bool) -> Embeddings:
+    """Compute the features of all images of a list, as `embed_path`."""
+    features, rows, digests, unreadable = list[np.ndarray](), list[np.ndarray](), list[str](), dict[int, str]()
+    for block, of_block in embedded_blocks(embedder, images):
+        features.append(of_block)
         rows.append(block.rows)
+        digests += block.digests()
         unreadable |= block.unreadable
     check_readable(images, unreadable, skip=skip_unreadable)
     readable = np.concatenate(rows)
@@ -85,7 +92,16 @@ def embed_path(
         classes=images.classes,
         images=images,
         rows=readable,
+        digests=np.array(digests),
     )
+
+
+def embedded_blocks(embedder: Embedder, images: ImageList, *, start: int = 0) -> Iterator[tuple[Block, np.ndarray]]:
+    """Yield the images from row ``start`` on in blocks, with their features; a terminal shows the progress."""
+    with progress_bar(len(images), done=start) as show:
+        for block in images.blocks(embedder.batch_size, start=start):
+            yield block, embedder(block.images)
+            show(block.end)
 
 
 def check_readable(images: ImageList, unreadable: Mapping[int, str], *, skip: bool) -> None:

@@ -23,7 +23,7 @@ from fedssl.datasets.raster import PIXELS
 from fedssl.datasets.sources import ARRAYS, IMAGES, TABLES, Source, find
 from fedssl.datasets.splits import HELD_OUT
 from fedssl.datasets.tables import schema_of
-from fedssl.digests import new_identity
+from fedssl.digests import checksum, new_identity
 from fedssl.errors import InputError
 from fedssl.machine.process import available_cores
 from fedssl.safe_io import FilePath
@@ -53,6 +53,10 @@ class Block(NamedTuple):
     rows: np.ndarray  # of the readable images, int64 ``(n,)``
     images: np.ndarray  # ``(n, channels, size, size)``
     unreadable: dict[int, str]  # reasons by row
+
+    def digests(self) -> list[str]:
+        """Return a text for each readable image, equal for equal pixels."""
+        return [checksum(image.tobytes()) for image in self.images]
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,13 @@ class ImageList:
     def values(self, name: str) -> list[Any]:
         """Return a further column of all images; `InputError` if the source has none."""
         return list(chain.from_iterable(part.values(name) for part in self.parts))
+
+    def values_if_any(self, name: str) -> list[Any] | None:
+        """Return a further column of all images; None if the source has none."""
+        try:
+            return self.values(name)
+        except InputError:
+            return None
 
     def digest(self) -> str:
         """Return a digest of all that the decoded images and what is known about them depend on."""

@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-
 from fedssl.atomic_files import write_text
 from fedssl.config.commands import (
     DATA_SET,
@@ -107,17 +104,7 @@ def run(overrides: Sequence[str]) -> str:
         images = images.sampled(options.limit)
     if (options.clusters or 0) > len(images):
         raise InputError(f"clusters={options.clusters} but there are {len(images):,} images; lower it, or set auto")
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("images", total=len(images))
-        found = collect(
-            images,
-            embedder,
-            known=known,
-            bands=bands,
-            further=options.columns,
-            progress=lambda done: bar.update(task, completed=done),
-        )
+    found = collect(images, embedder, known=known, bands=bands, further=options.columns)
     gallery = Gallery(
         source=images.name,
         encoder=options.source.absolute().name,

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from fedssl.digests import new_identity
 from fedssl.embedding.embedder import Embedder
 from fedssl.embedding.embeddings import check_readable
 from fedssl.embedding.image_list import Block, ImageList
+from fedssl.embedding.progress import progress_bar
 from fedssl.explore.columns import Column, coded, column_of
 from fedssl.explore.thumbnails import Sheets, thumbnail_size
 from fedssl.safe_io import valid_text
@@ -101,7 +101,7 @@ class Collected:
     features: np.ndarray  # float32, ``(n, dimension)``
     columns: list[Column]
     sheets: Sheets
-    digests: list[bytes]  # equal for images with equal pixels in the encoder's size
+    digests: list[str]  # equal for images with equal pixels in the encoder's size
     warning: str
 
 
@@ -112,9 +112,8 @@ def collect(
     known: dict[str, np.ndarray] | None,
     bands: Sequence[int],
     further: Sequence[str],
-    progress: Any,
 ) -> Collected:
-    """Compute features and thumbnails of images in blocks.
+    """Compute features and thumbnails of images in blocks; a terminal shows the progress.
 
     Parameters
     ----------
@@ -124,27 +123,26 @@ def collect(
         Features by the names of the images, which are then not computed.
     bands, further
         Channels of the thumbnails, and further columns of the source.
-    progress : callable
-        Called with the number of images that are done.
     """
     size = thumbnail_size(len(images))
     sheets = Sheets(len(images), size, bands)
     is_enough = embedder.size >= size  # decoded images give their thumbnails
-    features, rows, digests, unreadable = list[np.ndarray](), list[np.ndarray](), list[bytes](), dict[int, str]()
-    for block in images.blocks(embedder.batch_size):
-        if known is None:
-            features.append(embedder(block.images))
-        digests += [new_identity(image.tobytes()).digest() for image in block.images]
-        if is_enough:
-            sheets.add(block.images)
-        rows.append(block.rows)
-        unreadable |= block.unreadable
-        progress(block.end)
-    warning = images.check(unreadable)
-    readable = np.concatenate(rows)
-    for start in () if is_enough else range(0, len(readable), _THUMBNAILS):
-        sheets.add(images.decode(readable[start : start + _THUMBNAILS], size=size))
-        progress(int(readable[start]))
+    features, rows, digests, unreadable = list[np.ndarray](), list[np.ndarray](), list[str](), dict[int, str]()
+    with progress_bar(len(images)) as show:
+        for block in images.blocks(embedder.batch_size):
+            if known is None:
+                features.append(embedder(block.images))
+            digests += block.digests()
+            if is_enough:
+                sheets.add(block.images)
+            rows.append(block.rows)
+            unreadable |= block.unreadable
+            show(block.end)
+        warning = images.check(unreadable)
+        readable = np.concatenate(rows)
+        for start in () if is_enough else range(0, len(readable), _THUMBNAILS):
+            sheets.add(images.decode(readable[start : start + _THUMBNAILS], size=size))
+            show(int(readable[start]))
     sheets.finish()
     names = images.names(readable)
     return Collected(

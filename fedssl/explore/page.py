@@ -99,9 +99,9 @@ def make_page(gallery: Gallery, *, projection: str, clusters: int | None, thresh
     )
 
 
-def equal_images(digests: Sequence[bytes]) -> list[list[int]]:
+def equal_images(digests: Sequence[str]) -> list[list[int]]:
     """Return the rows of images with equal digests, for each digest of several; the largest groups first."""
-    rows = defaultdict[bytes, list[int]](list)
+    rows = defaultdict[str, list[int]](list)
     for row, digest in enumerate(digests):
         rows[digest].append(row)
     return sorted((group for group in rows.values() if len(group) > 1), key=lambda group: -len(group))

@@ -81,6 +81,8 @@ def test_unlabeled_images_get_their_class_and_probabilities(run: Path, photos: P
 
 
 def test_labeled_images_are_predicted_if_asked(run: Path, photos: Path) -> None:
+    text = classify([f"run={run}", "labeled=photos/labeled", "images=photos/labeled", "out=none.csv"])
+    assert "predictions of 0 of 18 images (all of them are labeled; include_labeled=true" in text
     classify([f"run={run}", "labeled=photos/labeled", "images=photos", "include_labeled=true"])
     assert len(table("predictions.csv")) == 38
 
@@ -91,6 +93,7 @@ def test_a_class_with_one_image_is_named(run: Path, photos: Path) -> None:
     text = classify([f"run={run}", "labeled=photos/labeled", "images=photos"])
     assert "1 image is not in the accuracy: no other image, or none of another group" in text
     assert "has the same class (such as blue)" in text
+    assert re.search(r"^blue +0 +-$", text, re.MULTILINE)
 
 
 def test_an_image_of_something_else_is_unusual(run: Path, photos: Path) -> None:
@@ -209,10 +212,11 @@ def prepared(case: str) -> None:
         ("", ["labeled=photos/labeled", "label_next=2"], "no image without a label; give others with images=PATH"),
         ("", ["labeled=photos/labeled", "backend=tf"], "backend=tf"),
         ("exists", ["labeled=photos/labeled", "images=photos"], "predictions.csv exists already; remove it"),
+        ("exists", ["labeled=nowhere", "images=photos"], "labeled: nowhere is not a folder"),
         ("one class", ["labeled=photos/labeled"], "one class only, but a classifier needs two"),
         ("two labels", ["labeled=photos/labeled"], "blue/again.png and .* the same image, but labeled 'blue' and 'gr"),
         ("csv", ["labeled=labels.csv"], "1 of the 2 image files .* do not exist, .*dataset.skip_missing=true"),
-        ("empty", ["labeled=labels.csv"], "labels.csv has no labels, or one class only"),
+        ("empty", ["labeled=labels.csv"], "labels.csv has a column label without a value; write the classes"),
         ("column", ["labeled=labels.csv"], "another name: dataset.label=NAME"),
         ("damaged", ["labeled=photos/labeled"], "1 of 18 images cannot be read: .*skip_unreadable=true"),
     ],

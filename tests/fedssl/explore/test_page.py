@@ -85,7 +85,7 @@ def test_equal_images_are_a_group_and_no_near_pair():
 
 
 def test_equal_images_are_grouped_by_size():
-    assert equal_images([b"a", b"b", b"c", b"b", b"a", b"b"]) == [[1, 3, 5], [0, 4]]
+    assert equal_images(["a", "b", "c", "b", "a", "b"]) == [[1, 3, 5], [0, 4]]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
