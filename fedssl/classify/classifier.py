@@ -16,6 +16,7 @@ from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
 PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # on weights for features of mean squared length 1; descending
 DEFAULT_PENALTY = 1e-3  # if there are too few images to choose
 FOLDS, INNER_FOLDS = 5, 3
+MANY_CLASSES = 100  # above, the cost grows with the square of their number
 _MAX_ITERATIONS = 500
 
 Fold = tuple[np.ndarray, np.ndarray]  # rows for training and rows to predict
@@ -75,19 +76,28 @@ def fit(
 def best_penalty(
     features: np.ndarray, labels: np.ndarray, *, classes: Sequence[str], groups: np.ndarray, seed: int
 ) -> float:
-    """Return the penalty before the first one, descending, that does not lower the log loss of a cross-validation."""
-    parts = folds(labels, groups, seed=seed, number=INNER_FOLDS)
-    paths = [fit_path(features[train], labels[train], classes=classes) for train, _ in parts]
+    """Return the penalty before the first one, descending, that does not lower the log loss of a cross-validation.
+
+    With many classes, and so with many images, one fold and every second penalty are enough.
+    """
+    parts, penalties = folds(labels, groups, seed=seed, number=INNER_FOLDS), list(PENALTIES)
+    if len(classes) > MANY_CLASSES:
+        parts, penalties = parts[:1], penalties[::2]
+    paths = [fit_path(features[train], labels[train], classes=classes, penalties=penalties) for train, _ in parts]
     best, lowest = DEFAULT_PENALTY, np.inf
-    for l2, models in zip(PENALTIES, zip(*paths, strict=True), strict=False):
+    for l2, models in zip(penalties, zip(*paths, strict=True), strict=False):
         loss = 0.0
         for model, (_, test) in zip(models, parts, strict=True):
-            log_probabilities = log_softmax(model.logits(features[test]), axis=1)
-            loss -= log_probabilities[np.arange(len(test)), labels[test]].sum()
+            loss += log_loss(model.logits(features[test]), labels[test])
         if loss >= lowest:
             break
         best, lowest = l2, loss
     return best
+
+
+def log_loss(logits: np.ndarray, labels: np.ndarray) -> float:
+    """Return the sum of the log losses of logits ``(n, classes)``."""
+    return -float(log_softmax(logits, axis=1)[np.arange(len(labels)), labels].sum())
 
 
 def folds(labels: np.ndarray, groups: np.ndarray, *, seed: int, number: int = FOLDS) -> list[Fold]:

@@ -58,7 +58,7 @@ def run(overrides: Sequence[str]) -> str:
         model, validation = train(
             labeled.known, labeled.labels, classes=labeled.classes, groups=labeled.groups, seed=options.seed
         )
-        lines += describe(labeled, validation)
+        lines += describe(labeled, validation, temperature=model.temperature)
         if options.report is not None:
             texts[options.report] = json.dumps(report(labeled, model, validation), indent=2) + "\n"
         if options.out is not None and images is not None:

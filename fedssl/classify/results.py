@@ -17,7 +17,7 @@ _MAX_CONFUSED = 5
 _USUAL = 0.99  # share of the labeled images that are not unusual
 
 
-def describe(labeled: LabeledImages, validation: Validation | None) -> list[str]:
+def describe(labeled: LabeledImages, validation: Validation | None, *, temperature: float) -> list[str]:
     """Return the lines about labels and accuracy."""
     classes, counts = labeled.classes, np.bincount(labeled.labels)
     lines = [
@@ -36,8 +36,8 @@ def describe(labeled: LabeledImages, validation: Validation | None) -> list[str]
         f"accuracy: {100 * validation.accuracy:.1f}% (Wilson's {100 * LEVEL:g}% interval: {low:.1f} to {high:.1f}), by "
         f"a nested cross-validation with {FOLDS} folds; the most frequent class alone: "
         f"{100 * validation.most_frequent:.1f}%",
-        f"calibration error: {100 * validation.error:.1f}%, with a temperature {100 * validation.calibrated_error:.1f}%"
-        f" ({100 * validation.unavoidable_error:.1f}% for a calibrated classifier, because there are only "
+        f"calibration error: {100 * validation.error:.1f}%, {_calibration(validation, temperature)} "
+        f"({100 * validation.unavoidable_error:.1f}% for a calibrated classifier, because there are only "
         f"{len(validation.rows):,} images)",
     ]
     if held_out:
@@ -47,6 +47,12 @@ def describe(labeled: LabeledImages, validation: Validation | None) -> list[str]
             f"{which} not in the accuracy: no other image, or none of another group, has the same class{names}"
         )
     return [*lines, "", *_tables(labeled.classes, validation)]
+
+
+def _calibration(validation: Validation, temperature: float) -> str:
+    if temperature == 1:
+        return "without a temperature, which does not lower the cross-validated log loss"
+    return f"with a temperature {100 * validation.calibrated_error:.1f}%"
 
 
 def _tables(classes: Sequence[str], validation: Validation) -> Iterator[str]:

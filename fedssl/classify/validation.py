@@ -1,18 +1,20 @@
 """Nested cross-validation of a classifier: accuracy with an interval, recalls, confusion and calibration.
 
 The penalty is chosen within the training images of each fold, so that the accuracy is not too good. The temperature of
-Guo et al. (2017) is learned on the logits of the images while these were held out.
+Guo et al. (2017) is learned on the logits of the images while these were held out. It is used if it lowers the log loss
+in a further cross-validation over the same folds, else it is 1: with few labels it often makes probabilities worse.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from scipy.optimize import minimize_scalar
-from scipy.special import log_softmax, softmax
+from scipy.special import softmax
 from scipy.stats import norm, t
 
-from fedssl.classify.classifier import Classifier, fit, folds
+from fedssl.classify.classifier import Classifier, fit, folds, log_loss
 from fedssl.seeding import numpy_generator
 
 LEVEL = 0.95
@@ -35,7 +37,7 @@ class Validation:
     recalls: np.ndarray  # per class; NaN for those without a predicted image
     counts: np.ndarray  # predicted images per class
     error: float  # expected calibration error without a temperature
-    calibrated_error: float  # with a temperature learned on the other folds
+    calibrated_error: float  # with a temperature learned on the other folds, if it is useful on these
     unavoidable_error: float  # mean of a calibrated classifier with these probabilities and as many images
 
     def confusion(self) -> np.ndarray:
@@ -59,18 +61,17 @@ def train(
         part = fit(features[rows], labels[rows], classes=classes, groups=groups[rows], seed=seed)
         logits[test], fold_of[test] = part.logits(features[test]), number
     held_out = np.flatnonzero(fold_of >= 0)
-    validation = _validate(logits[held_out], labels[held_out], fold_of[held_out], groups[held_out], rows=held_out)
-    return replace(model, temperature=fit_temperature(logits[held_out], labels[held_out])), validation
+    logits, labels, fold_of = logits[held_out], labels[held_out], fold_of[held_out]
+    temperature, of_folds = useful_temperatures(logits, labels, fold_of)
+    divisors = np.array([of_folds[fold] for fold in fold_of.tolist()])
+    validation = _validate(logits, labels, groups[held_out], divisors, rows=held_out)
+    return replace(model, temperature=temperature), validation
 
 
 def _validate(
-    logits: np.ndarray, labels: np.ndarray, fold_of: np.ndarray, groups: np.ndarray, *, rows: np.ndarray
+    logits: np.ndarray, labels: np.ndarray, groups: np.ndarray, temperatures: np.ndarray, *, rows: np.ndarray
 ) -> Validation:
-    predictions, probabilities = logits.argmax(axis=1), np.zeros_like(logits)
-    for fold in np.unique(fold_of):
-        others = fold_of != fold
-        temperature = fit_temperature(logits[others], labels[others]) if others.any() else 1.0
-        probabilities[~others] = softmax(logits[~others] / temperature, axis=1)
+    predictions, probabilities = logits.argmax(axis=1), softmax(logits / temperatures[:, None], axis=1)
     right, confidences = predictions == labels, probabilities.max(axis=1)
     counts = np.bincount(labels, minlength=logits.shape[1])
     with np.errstate(invalid="ignore"):
@@ -112,16 +113,39 @@ def wilson_interval(right: np.ndarray, groups: np.ndarray, *, level: float = LEV
     return max(0.0, middle - float(half)), min(1.0, middle + float(half))
 
 
+def useful_temperatures(logits: np.ndarray, labels: np.ndarray, fold_of: np.ndarray) -> tuple[float, dict[int, float]]:
+    """Return the temperature for new images, and for each fold that of the other folds, from held-out logits.
+
+    Each is 1 unless it lowers the log loss in a cross-validation over the folds from which it is learned.
+    """
+    parts = {int(fold): np.flatnonzero(fold_of == fold) for fold in np.unique(fold_of)}
+
+    @cache
+    def without(folds: frozenset[int]) -> float:
+        rows = ~np.isin(fold_of, list(folds))
+        return fit_temperature(logits[rows], labels[rows])
+
+    def useful(left_out: frozenset[int]) -> float:
+        folds = [fold for fold in parts if fold not in left_out]
+        if len(folds) < 2:
+            return 1.0
+        gain = 0.0
+        for fold in folds:
+            of_fold, temperature = logits[parts[fold]], without(left_out | {fold})
+            gain += log_loss(of_fold, labels[parts[fold]]) - log_loss(of_fold / temperature, labels[parts[fold]])
+        return without(left_out) if gain > 0 else 1.0
+
+    return useful(frozenset()), {fold: useful(frozenset({fold})) for fold in parts}
+
+
 def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
     """Return the temperature that minimizes the log loss of held-out logits ``(n, classes)`` plus log(T)^2 / 2.
 
     The second term is a prior: without it, labels that are all predicted correctly give a temperature of 0.
     """
-    rows = np.arange(len(labels))
 
     def loss(log_temperature: float) -> float:
-        log_probabilities = log_softmax(logits / np.exp(log_temperature), axis=1)
-        return float(log_temperature**2 / 2 - log_probabilities[rows, labels].sum())
+        return log_temperature**2 / 2 + log_loss(logits / np.exp(log_temperature), labels)
 
     return float(np.exp(minimize_scalar(loss, bounds=_LOG_TEMPERATURES, method="bounded").x))
 

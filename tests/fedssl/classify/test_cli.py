@@ -87,6 +87,14 @@ def test_labeled_images_are_predicted_if_asked(run: Path, photos: Path) -> None:
     assert len(table("predictions.csv")) == 38
 
 
+def test_a_terminal_shows_the_progress(
+    run: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    classify([f"run={run}", "labeled=photos/labeled"])
+    assert "18/18" in capsys.readouterr().err
+
+
 def test_a_class_with_one_image_is_named(run: Path, photos: Path) -> None:
     for file in sorted(Path("photos/labeled/blue").iterdir())[1:]:
         file.unlink()

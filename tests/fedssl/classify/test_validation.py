@@ -5,7 +5,7 @@ import pytest
 from scipy.special import log_softmax
 from scipy.stats import binomtest
 
-from fedssl.classify.validation import calibration_error, fit_temperature, train, wilson_interval
+from fedssl.classify.validation import calibration_error, fit_temperature, train, useful_temperatures, wilson_interval
 from tests.fedssl.classify.test_classifier import blobs
 
 
@@ -98,6 +98,22 @@ def test_temperature_restores_scaled_logits() -> None:
     grid = np.exp(np.linspace(-2, 3, 2001))
     losses = [np.log(t) ** 2 / 2 - log_softmax(logits / t, axis=1)[np.arange(4000), labels].sum() for t in grid]
     assert fit_temperature(logits, labels) == pytest.approx(grid[np.argmin(losses)], rel=0.01)
+
+
+def test_a_temperature_is_used_only_if_it_lowers_the_held_out_loss() -> None:
+    generator = np.random.default_rng(0)
+    logits = 2 * generator.normal(size=(600, 5))
+    probabilities = np.exp(log_softmax(logits, axis=1))
+    labels = (probabilities.cumsum(axis=1) > generator.random((600, 1))).argmax(axis=1)
+    fold_of = np.arange(600) % 3
+    temperature, of_folds = useful_temperatures(3 * logits, labels, fold_of)
+    assert temperature == fit_temperature(3 * logits, labels)
+    # Fold 0 has the temperature of the other two.
+    assert of_folds[0] == fit_temperature(3 * logits[fold_of != 0], labels[fold_of != 0])
+    # Two folds with opposite errors: what one learns makes the other worse.
+    opposite = np.where((fold_of == 1)[:, None], 3, 1 / 3) * logits
+    rows = fold_of > 0
+    assert useful_temperatures(opposite[rows], labels[rows], fold_of[rows]) == (1, {1: 1, 2: 1})
 
 
 def test_temperature_of_perfect_predictions_is_no_certainty() -> None:
