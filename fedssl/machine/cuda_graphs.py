@@ -21,7 +21,11 @@ from fedssl.views import Views
 WARMUP_STEPS = 3  # eager steps before capture: libraries choose kernels, the optimizer creates its state
 MAX_GRAPHS = 32  # captured kinds of steps, which differ in batch size
 
-BUILT_IN = ("fedssl.", "strategies.")  # modules whose steps are tested to give the same numbers when captured
+BUILT_IN = (
+    "fedssl.",
+    "strategies.",
+    "torch.optim.",
+)  # modules whose steps are tested to give the same numbers when captured
 
 TrainStep = Callable[[Views], Tensor]
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
@@ -130,7 +134,8 @@ def captures_steps(
     if wanted and reason:
         raise InputError(reason)
     if wanted is None:
-        built_in = all(type(part).__module__.startswith(BUILT_IN) for part in parts)
+        modules = [optimizer["_target_"], *(type(part).__module__ for part in parts)]
+        built_in = all(module.startswith(BUILT_IN) for module in modules)
         wanted = device.type == CUDA and built_in and reason is None
     return wanted and is_gpu(device)
 

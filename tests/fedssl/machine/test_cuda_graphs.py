@@ -204,6 +204,9 @@ def test_what_cannot_be_captured_is_refused_on_every_machine(overrides, sentence
     Client(*overrides)
 
 
+SGD = {"_target_": "torch.optim.SGD"}
+
+
 class Plugin:
     cuda_graph_safe = True
 
@@ -227,13 +230,15 @@ class Plugin:
 def test_where_steps_are_captured_by_default(wanted, optimizer, device, safe, expected):
     part = Regularizer()
     part.cuda_graph_safe = safe
-    assert captures_steps(wanted, optimizer, [part], torch.device(device)) == expected
+    assert captures_steps(wanted, {**SGD, **optimizer}, [part], torch.device(device)) == expected
 
 
 def test_plugins_are_captured_on_request_only():
     cuda = torch.device("cuda")
-    assert not captures_steps(None, {"fused": None}, [Plugin()], cuda)
-    assert captures_steps(True, {"fused": None}, [Plugin()], cuda)
+    own = {"_target_": "mine.SGD", "fused": None}
+    for optimizer, part in (({**SGD, "fused": None}, Plugin()), (own, Regularizer())):
+        assert not captures_steps(None, optimizer, [part], cuda)
+        assert captures_steps(True, optimizer, [part], cuda)
 
 
 def test_reading_a_number_off_the_device_ends_the_recording():
