@@ -1,0 +1,94 @@
+"""SSD, Soft Separation and Distillation (Fang et al., ICCV 2025, arXiv 2508.01251): two terms for global uniformity.
+
+Dimension-scaled regularization (DSR) lets the projections of each client extend along dimensions of its own, so that
+those of different clients are far apart. Projector distillation (PD) passes this on to the representations, which are
+evaluated. Transcribed from a summary of the paper and the interface of the authors' code, unverified against both:
+
+- a client draws its dimensions in its first round, a ``share`` of all, as an option of the code does. In the paper the
+  server assigns disjoint sets, a share of 1 / K for K clients;
+- the scaled projection is normalized, as is the default of the code, and in the paper it is not;
+- the projection has no gradient in PD, whose target it is.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedssl.encoders import Encoder
+from fedssl.losses import at_least_float32
+from fedssl.methods.align_uniform import AlignUniform, alignment_loss, uniformity_loss
+from fedssl.methods.heads import MLP
+from fedssl.views import Views
+
+SCALES = "scales"  # local buffer: the vector d_k of the client
+
+
+def dimension_scaled(z: Tensor, scales: Tensor) -> Tensor:
+    """Return the mean of ``|z - s|^2``, with s the normalized product of z and the scales, without gradient.
+
+    ``z`` is ``(batch, dim)`` and normalized here; ``scales`` are ``(dim,)``. The result is in [0, 4], 0 for equal
+    scales.
+    """
+    z = F.normalize(at_least_float32(z), dim=1)
+    return (z - F.normalize(z * scales, dim=1).detach()).square().sum(dim=1).mean()
+
+
+def projector_distillation(h: Tensor, z: Tensor) -> Tensor:
+    """Return the mean of ``KL(softmax(h), softmax(z))`` over rows ``(batch, dim)``, >= 0, without a gradient of z."""
+    log_h, log_z = (F.log_softmax(at_least_float32(x), dim=1) for x in (h, z.detach()))
+    return (log_h.exp() * (log_h - log_z)).sum(dim=1).mean()
+
+
+class SSD(AlignUniform):
+    r"""Alignment and uniformity with DSR and PD. The projector's output has the length of a representation.
+
+    $$
+    \mathcal{L} = \mathcal{A} + \frac{\gamma}{2n} \sum_{v, i} \left\lVert z_i^{(v)} -
+    \frac{z_i^{(v)} \odot d_k}{\lVert z_i^{(v)} \odot d_k \rVert} \right\rVert^2
+    + \frac{\delta}{2n} \sum_{v, i} \operatorname{KL} \left( \sigma(h_i^{(v)}) \,\|\, \sigma(p_i^{(v)}) \right)
+    $$
+
+    with $\mathcal{A}$ the loss of `AlignUniform`, $h_i^{(v)}$, $p_i^{(v)}$ and $z_i^{(v)}$ the representation, the
+    projection and the normalized projection of view v of image i, $\sigma$ the softmax, $d_k$ the ``scale`` in the
+    dimensions of client k and 1 in others, $\gamma$ the ``separation_weight`` and $\delta$ the ``distillation_weight``.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        projector: Callable[..., MLP],
+        uniformity_weight: float,
+        t: float,
+        separation_weight: float,
+        distillation_weight: float,
+        scale: float,
+        share: float,
+    ) -> None:
+        def square(dim: int) -> MLP:
+            return projector(dim, out_dim=dim)
+
+        super().__init__(encoder, projector=square, uniformity_weight=uniformity_weight, t=t)
+        self.separation_weight, self.distillation_weight = separation_weight, distillation_weight
+        self.scale, self.share = scale, share
+        self.scales: Tensor
+        self.register_buffer(SCALES, torch.ones(encoder.feature_dim))
+        self.keep_local(SCALES)
+
+    def start_round(self, *, first: bool) -> None:
+        super().start_round(first=first)
+        if first:  # from the generator that the client's seed has set
+            chosen = torch.randperm(len(self.scales))[: max(1, round(self.share * len(self.scales)))]
+            self.scales.fill_(1.0)
+            self.scales[chosen.to(self.scales.device)] = self.scale
+
+    def loss(self, views: Views) -> Tensor:
+        h = [self.encoder(view) for view in views.images]
+        z1, z2 = p = [self.projector(one) for one in h]
+        uniformity = (uniformity_loss(z1, t=self.t) + uniformity_loss(z2, t=self.t)) / 2
+        separation = sum(dimension_scaled(z, self.scales) for z in p) / 2
+        distillation = sum(projector_distillation(*pair) for pair in zip(h, p, strict=True)) / 2
+        loss = alignment_loss(z1, z2) + self.uniformity_weight * uniformity
+        return loss + self.separation_weight * separation + self.distillation_weight * distillation
