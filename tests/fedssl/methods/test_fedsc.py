@@ -1,0 +1,58 @@
+"""FedSC: the loss by hand and over all pairs of images, and the exchange of correlation matrices."""
+
+import numpy as np
+import pytest
+import torch
+
+from fedssl.methods.fedsc import CLIENTS, MEAN, OWN, clip_norm, correlation, spectral_loss
+from tests.federation import Federation
+
+SMALL = ["method=fedsc", "strategy=fedavg", "method.projector.hidden_dim=8", "method.projector.out_dim=4"]
+
+
+def test_the_loss_by_hand():
+    # Z = ((1, 0), (0, 2), (1, 0), (0, 0)): R = diag(2, 4) / 4. Positive pairs: (1 + 0) / 2. |R|^2 = 0.25 + 1.
+    z1, z2 = torch.tensor([[1.0, 0], [0, 2]]), torch.tensor([[1.0, 0], [0, 0]])
+    assert correlation(z1, z2).tolist() == [[0.5, 0], [0, 1]]
+    others = torch.tensor([[2.0, 5], [5, 3]])  # <R, others> = 0.5 * 2 + 3
+    assert spectral_loss(z1, z2, others, own_share=1.0).item() == 1.25 - 1
+    assert spectral_loss(z1, z2, others, own_share=0.25).item() == 0.25 * 1.25 + 1.5 * 4 - 1
+    assert clip_norm(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), square=4.0).tolist() == [
+        pytest.approx([1.2, 1.6]),
+        pytest.approx([0.3, 0.4]),
+    ]
+
+
+def test_matrices_stand_for_all_pairs_of_two_clients():
+    """<R_1, R_2> is the mean of squared inner products over all pairs of images of both clients, in float64."""
+    z, w = np.random.default_rng(0).standard_normal((2, 10, 3))
+    pairs = np.mean([(a @ b) ** 2 for a in z for b in w])
+    r, s = (correlation(*torch.tensor(one).chunk(2)) for one in (z, w))
+    assert (r * s).sum().item() == pytest.approx(pairs, rel=1e-12)
+
+
+def test_clients_subtract_their_own_matrix(tmp_path):
+    federation = Federation(tmp_path, *SMALL, "rounds=3", "local_epochs=2")
+    federation.run(1)
+    own = [update["method-upload"][OWN].numpy() for update in federation.updates]
+    assert all(np.allclose(one, one.T, atol=1e-6) and np.linalg.eigvalsh(one).min() > -1e-6 for one in own)
+    federation.run(1)
+    plan = federation.plans[3]["method-broadcast"]
+    np.testing.assert_allclose(plan[MEAN].numpy(), np.mean(own, axis=0), rtol=1e-6)
+    assert plan[CLIENTS].numpy() == 3
+    method = federation.method
+    buffers = dict(method.named_buffers())
+    for name, value in ((MEAN, np.mean(own, axis=0)), (CLIENTS, 3), ("correlation_sum", 2 * own[0])):
+        buffers[name].copy_(torch.tensor(value))
+    buffers["correlation_steps"].fill_(2)
+    buffers["correlation_round"].fill_(1)
+    method.round = 2
+    method.start_round(first=False)
+    np.testing.assert_allclose(method._others.numpy(), (own[1] + own[2]) / 2, rtol=1e-5, atol=1e-6)
+    assert method.step_constants == (0.6,)  # halfway from 1 to 0.2
+
+
+def test_alone_it_is_spectral_contrastive_learning(tmp_path):
+    one = Federation(tmp_path / "one", *SMALL, "num_clients=1", "rounds=3").run(3)
+    same = Federation(tmp_path / "same", *SMALL, "num_clients=1", "rounds=3", "method.own_share=1").run(3)
+    assert all((one[name] == layer).all() for name, layer in same.items())
