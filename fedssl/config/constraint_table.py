@@ -279,7 +279,6 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         **_all(_POSITIVE, "t", "max_square", "scale"),
         "share": _ABOVE_ZERO,
         "own_share": _FRACTION,
-        "num_latents": _integer(2, 1024),
     },
     "SimCLR": {"loss": _choice("standard", "l_dawa")},
     "BarlowTwins": {"loss": _choice("standard", "l_dawa")},

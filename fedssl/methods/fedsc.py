@@ -40,7 +40,8 @@ def clip_norm(z: Tensor, *, square: float) -> Tensor:
 def correlation(z1: Tensor, z2: Tensor) -> Tensor:
     """Return R = Z'Z / 2B of the vectors of both views, each ``(batch, dim)``."""
     z = torch.cat((z1, z2))
-    return product(z.T, z) / len(z)
+    r: Tensor = product(z.T, z) / len(z)
+    return r
 
 
 def spectral_loss(z1: Tensor, z2: Tensor, others: Tensor, *, own_share: float) -> Tensor:

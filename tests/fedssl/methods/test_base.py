@@ -121,6 +121,10 @@ REFUSED = {
     "orchestra local_clusters=0": "an integer of at least 1",
     "orchestra global_clusters=1": "an integer of at least 2",
     "orchestra temperature=0": "a number above 0",
+    "fedsc own_share=1.5": "at most 1",
+    "fedsc max_square=0": "a number above 0",
+    "ssd share=0": "a number above 0",
+    "ssd distillation_weight=-1": "a number of at least 0",
 }
 
 
