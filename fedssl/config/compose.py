@@ -207,21 +207,23 @@ def _chooses(override: Override, folders: Sequence[Path]) -> bool:
 def _composed(overrides: tuple[str, ...]) -> bytes:
     """Return the config with interpolations and the choices, pickled, because unpickling is the fastest copy.
 
-    Hydra needs 0.2 s. A choice that sets nothing outside its group only replaces the node of the group, without Hydra.
+    Hydra needs 0.4 s. A choice that sets nothing outside its group only replaces the node of the group, without Hydra,
+    if the replaced choice has set nothing outside either.
     """
-    names = dict(override.partition("=")[::2] for override in overrides)
-    local = {group: node for group, name in names.items() if (node := _local_choice(group, name))}
-    simple = "experiment" not in names and len(names) == len(overrides) and names.keys() <= config_groups().keys()
-    if not local or not simple:
-        return pickle.dumps(_hydra_composed(overrides))
-    others = tuple(override for override in overrides if override.partition("=")[0] not in local)
-    config, choices = pickle.loads(_composed(others))
-    if not all(_local_choice(group, choices[group]) for group in local):  # the replaced choice has set other groups
-        return pickle.dumps(_hydra_composed(overrides))
-    with open_dict(config):
-        for group, node in local.items():
-            config[group], choices[group] = pickle.loads(node), names[group]
-    return pickle.dumps((config, choices))
+    names = dict(override.partition("=")[::2] for override in overrides)  # of a group's choices, the last one
+    simple = "experiment" not in names and names.keys() <= config_groups().keys()
+    local = {group: node for group, name in names.items() if simple and (node := _local_choice(group, name))}
+    while local:
+        others = tuple(sorted(f"{group}={name}" for group, name in names.items() if group not in local))
+        config, choices = pickle.loads(_composed(others))
+        replaceable = {group: node for group, node in local.items() if _local_choice(group, choices[group])}
+        if len(replaceable) == len(local):
+            with open_dict(config):
+                for group, node in local.items():
+                    config[group], choices[group] = pickle.loads(node), names[group]
+            return pickle.dumps((config, choices))
+        local = replaceable
+    return pickle.dumps(_hydra_composed(overrides))
 
 
 @functools.lru_cache(maxsize=1024)

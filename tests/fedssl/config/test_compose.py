@@ -15,6 +15,7 @@ CASES = [
     ("dataset=cifar10", "optimizer=adamw"),  # the default, digits, selects an augmentation
     ("regularizer=prox", "strategy=featarc"),  # featarc selects a regularizer
     ("strategy=fedavg", "strategy=featarc"),
+    ("strategy=fedavg", "strategy=fedu", "final_evaluation=knn", "dataset=cifar10", "final_evaluation=none"),
     ("experiment=cifar_clusters", "partition=dirichlet", "method=byol"),
     ("final_evaluation=knn", "method=lw_fedssl/byol", "schedule=layer_wise"),
     ("calibration=auxiliary", "+dataset@calibration.dataset=digits", "strategy='fedavg'"),
@@ -41,7 +42,11 @@ def test_the_composition_of_any_choices_equals_hydras(overrides):
     is_equal_to_hydras(overrides)
 
 
-def test_most_choices_need_no_further_composition_by_hydra(monkeypatch):
+def test_choices_that_stay_in_their_group_need_no_further_composition_by_hydra(monkeypatch):
+    """Digits, the default, has selected an augmentation; the others replace a choice that has set nothing else."""
     compose._composed(())
+    compose._composed(("dataset=cifar10", "final_evaluation=none"))
     monkeypatch.setattr(compose, "_hydra_composed", None)
-    compose._composed(("strategy=fedu", "method=simsiam", "optimizer=adamw", "encoder=resnet18"))
+    local = ("strategy=fedavg", "strategy=fedu", "method=simsiam", "optimizer=adamw", "encoder=resnet18")
+    compose._composed(local)
+    compose._composed((*local, "final_evaluation=none", "dataset=cifar10"))
