@@ -50,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the tests of the site first: the tests in the middle and at the end are divided, and two workers need it."""
+    items.sort(key=lambda item: item.path.name != "test_site.py")
     if not (config.getoption("--heavy") or config.getoption("--record-digests")):
         for item in items:
             if item.get_closest_marker("heavy"):
