@@ -86,8 +86,9 @@ OWN = [block for block in SCRIPTS if all(overrides[0] in PROGRAMS for overrides 
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the pages name: finished runs, an encoder, and images."""
     folder = tmp_path_factory.mktemp("newcomer")
-    run([*TINY, "num_clients=3", "clients_per_round=3", "strategy=l_dawa", f"output_dir={folder / RUN}"])
-    run([*TINY, "num_clients=3", "method=byol", f"output_dir={folder / 'runs' / 'byol'}"])
+    small_run = [*TINY, "num_clients=3", "encoder.width=4"]
+    run([*small_run, "clients_per_round=3", "strategy=l_dawa", f"output_dir={folder / RUN}"])
+    run([*small_run, "method=byol", f"output_dir={folder / 'runs' / 'byol'}"])
     (folder / "my").mkdir()
     (folder / "my/runs").symlink_to(folder / "runs")
     write_encoder(folder / "encoder-0.pt", VIT)
@@ -111,6 +112,8 @@ def small(overrides: list[str], workspace: Path) -> list[str]:
     if any(override.startswith("resume=") for override in overrides):
         return [*overrides, "rounds=2"]
     more = [override for key, value in SMALLER.items() if key in overrides for override in value]
+    if not any(override.startswith(("encoder", "experiment")) for override in overrides):
+        more.append("encoder.width=4")
     return ["fedssl", "num_clients=3", *overrides[1:], *TINY, *more]
 
 

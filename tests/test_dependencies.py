@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -21,7 +22,12 @@ def test_import_contracts():
     assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
 
 
-def imports(source: str) -> Iterator[tuple[str, list[str]]]:
+@cache
+def imports(source: str) -> tuple[tuple[str, list[str]], ...]:
+    return tuple(_imports(source))
+
+
+def _imports(source: str) -> Iterator[tuple[str, list[str]]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
             yield node.module or "", [name.name for name in node.names]

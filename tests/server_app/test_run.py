@@ -19,6 +19,7 @@ from tests.runs import ending, model_bits, read_lines, read_summary
 TINY = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
 UNMEASURED = ["evaluate_every=0", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
 QUICK = [*TINY, *UNMEASURED]
+WORDS = ["strategy=fedavg", "clients_per_round=2", "evaluate_every=1", "final_evaluation=knn"]
 
 
 MAIN = "from fedssl.command_line import fedssl; fedssl()"
@@ -42,7 +43,7 @@ def fedssl_in_process(monkeypatch, capsys):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "out"
-    run([*TINY, "strategy=fedavg", "clients_per_round=2", "evaluate_every=1", f"output_dir={folder}"])
+    run([*TINY, *WORDS, f"output_dir={folder}"])
     return folder
 
 
@@ -83,9 +84,7 @@ def test_summary(folder):
     summary = read_summary(folder)
     assert (summary["status"], summary["rounds"], summary["reason"]) == ("finished", 2, None)
     assert set(summary["final"]) == {"untrained", "federated", "pixels"}
-    assert summary["command"] == " ".join(
-        ["fedssl", *TINY, "strategy=fedavg", "clients_per_round=2", "evaluate_every=1"]
-    )
+    assert summary["command"] == " ".join(["fedssl", *TINY, *WORDS])
 
 
 def test_the_exported_encoder_is_the_global_one(folder):

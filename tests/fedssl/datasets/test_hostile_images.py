@@ -52,7 +52,7 @@ HARMFUL = {
     "large.png": (declared(13_300, 13_300), "13,300 x 13,300 pixels, more than dataset.max_pixels=50000000"),
     "long.png": (declared(2**31 - 1, 2**31 - 1), ""),
     "cut.png": (encoded(make_image(size=(64, 64)), "PNG")[:-30], ""),
-    "text.png": (with_text(80), "Decompressed data too large"),
+    "text.png": (with_text(2), "Decompressed data too large"),
     "float.tif": (encoded(make_image(mode="F"), "TIFF"), "without a known range"),
     "integer.tif": (encoded(make_image(mode="I"), "TIFF"), "without a known range"),
     "empty.png": (b"", "it is no image of JPEG"),

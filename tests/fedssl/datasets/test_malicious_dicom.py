@@ -3,6 +3,7 @@
 import io
 import struct
 import zlib
+from functools import cache
 
 import numpy as np
 import pytest
@@ -54,8 +55,12 @@ def deflated(megabytes: int, further: bytes = b"") -> bytes:
     start = 132
     meta = further + b"\x02\x00\x10\x00UI" + struct.pack("<H", 20) + b"1.2.840.10008.1.2.1\0"
     meta += b"\x02\x00\x10\x00UI" + struct.pack("<H", 22) + DeflatedExplicitVRLittleEndian.encode()
-    packer = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
-    return plain[:start] + meta + packer.compress(bytes(2**20 * megabytes)) + packer.flush()
+    return plain[:start] + meta + deflated_zeros(megabytes)
+
+
+@cache
+def deflated_zeros(megabytes: int) -> bytes:
+    return zlib.compress(bytes(2**20 * megabytes), 9, -zlib.MAX_WBITS)
 
 
 SOC_SIZ = b"\xff\x4f\xff\x51" + struct.pack(">HHIIII", 41, 0, 2, 2, 0, 0)  # declares 2 x 2

@@ -22,6 +22,8 @@ RUN = {
     "encoder.width": 4,
     "threads": 1,
     "engine": "local",
+    "final_evaluation": "none",
+    "measure_resources": "false",
 }
 DATA = {"channels": 13, "size": 8, "window": "[0,4095]", "mean": "[0.5]", "std": "[0.3]", "test_fraction": 0.25}
 

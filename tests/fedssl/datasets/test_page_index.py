@@ -11,6 +11,7 @@ from fedssl.datasets import base, folder
 from fedssl.errors import InputError
 from simulation.run import run
 
+UNTESTED = {"local_epochs": 1, "evaluate_every": 0, "final_evaluation": "none", "measure_resources": "false"}
 STACK = np.random.default_rng(0).integers(0, 65536, (6, 8, 8), dtype=np.uint16)
 
 
@@ -76,7 +77,11 @@ def test_pages_that_cannot_be_counted_are_a_warning(images, monkeypatch):
 def test_a_run_uses_all_pages(images, tmp_path):
     data = {"path": images, "pages": "all", "channels": 1, "size": 8, "mean": "[0.5]", "std": "[0.3]"}
     own = {"num_clients": 2, "rounds": 1, "batch_size": 4, "encoder.width": 4, "threads": 1, "engine": "local"}
-    own |= {"dataset": "folder", "output_dir": tmp_path / "run", **{f"dataset.{key}": data[key] for key in data}}
+    own |= UNTESTED | {
+        "dataset": "folder",
+        "output_dir": tmp_path / "run",
+        **{f"dataset.{key}": data[key] for key in data},
+    }
     run([f"{key}={value}" for key, value in own.items()])
     rows = (tmp_path / "run" / "partition.csv").read_text().splitlines()[1:]
     assert (
@@ -87,7 +92,7 @@ def test_a_run_uses_all_pages(images, tmp_path):
 def test_a_resumed_run_has_the_same_image_files(images, tmp_path):
     own = {"dataset": "folder", "dataset.path": images, "dataset.pages": "all", "dataset.size": 8, "engine": "local"}
     own |= {"dataset.channels": 1, "dataset.mean": "[0.5]", "dataset.std": "[0.3]", "encoder.width": 4, "threads": 1}
-    own |= {"num_clients": 2, "rounds": 2, "pause_after": 1, "batch_size": 4, "output_dir": tmp_path / "run"}
+    own |= {"num_clients": 2, "rounds": 2, "pause_after": 1, "batch_size": 4, "output_dir": tmp_path / "run"} | UNTESTED
     run([f"{key}={value}" for key, value in own.items()])
     copy = shutil.copytree(images, tmp_path / "copy")
     tifffile.imwrite(images / "dog" / "a.tif", STACK[:, :, :7])

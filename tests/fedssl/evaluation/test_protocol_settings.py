@@ -30,9 +30,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
-        ("none", set()),
+        pytest.param("none", set(), marks=pytest.mark.heavy),
         ("knn", {"knn"}),
-        ("semi_supervised", {f"linear_{n}_percent{ending}" for n in (1, 10) for ending in ("", "_std")}),
+        pytest.param(
+            "semi_supervised",
+            {f"linear_{n}_percent{ending}" for n in (1, 10) for ending in ("", "_std")},
+            marks=pytest.mark.heavy,
+        ),
         (
             "probes",
             {"knn", "linear", *(f"linear_{n}_per_class{ending}" for n in (2, 5) for ending in ("", "_std"))},

@@ -139,9 +139,7 @@ def test_a_kind_twice_as_frequent_replaces_another(monkeypatch):
     assert captured_at == [0, 0, 0, 1, *[1] * 8, 2, 2, 2]
 
 
-@pytest.mark.parametrize(
-    ("method", "schedule"), [("simclr", "layer_wise"), ("byol", "layer_wise"), ("byol", "progressive")]
-)
+@pytest.mark.parametrize(("method", "schedule"), [("simclr", "layer_wise"), ("byol", "progressive")])
 def test_a_new_stage_is_captured_anew(method, schedule):
     """What was recorded trains the layers of the stage before."""
     recorder = Recorder()

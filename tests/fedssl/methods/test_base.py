@@ -194,7 +194,8 @@ def test_the_heads_of_papers(name: str) -> None:
     projector, predictor, numbers = PAPERS[name]
     masked = MASKED.get(name.rpartition("/")[2])
     encoder = [*masked, "encoder.width=512"] if masked else ["encoder.width=128"]  # representations of length 512
-    method = build_method(compose([*encoder, f"method={name}"]).model)
+    with torch.device("meta"):  # no weights are drawn
+        method = build_method(compose([*encoder, f"method={name}"]).model)
     assert widths(method.projector) == projector
     assert not predictor or widths(method.predictor) == predictor
     assert {key: getattr(method, key) for key in numbers} == numbers
@@ -207,10 +208,12 @@ def test_no_paper_is_forgotten() -> None:
 
 
 def test_heads_without_normalization_and_a_frozen_patch_embedding() -> None:
-    fedx = build_method(compose(["method=original/fedx"]).model)
+    with torch.device("meta"):
+        fedx = build_method(compose(["method=original/fedx"]).model)
     assert not any(isinstance(layer, nn.BatchNorm1d) for head in (fedx.projector, fedx.predictor) for layer in head)
     overrides = ["method=original/moco_v3_vit", "encoder=vit_tiny", "encoder.depth=1", "encoder.patch=2"]
-    moco = build_method(compose(overrides).model)
+    with torch.device("meta"):
+        moco = build_method(compose(overrides).model)
     assert not moco.encoder.conv_proj.weight.requires_grad
 
 

@@ -119,7 +119,7 @@ def test_the_encoder_of_the_official_ijepa_is_stated(tmp_path):
 
 
 @pytest.mark.skipif(find_spec(EFFICIENTNET) is None, reason=f"{EFFICIENTNET} is not installed")
-@pytest.mark.parametrize("name", ["tf_efficientnet_lite0", "efficientnet_lite0"])
+@pytest.mark.parametrize("name", some(["tf_efficientnet_lite0", "efficientnet_lite0"], default=["efficientnet_lite0"]))
 def test_the_published_efficientnet_lite0(name):
     source = str(Path(find_spec(EFFICIENTNET).origin).parent / "models" / "efficientnet-lite0-57934424.pth")
     encoder = timm_encoder(name=name, channels=3, size=64)
@@ -150,14 +150,14 @@ NETWORKS = {
     "conv_small": lambda channels: conv_small(channels=channels, size=16, width=4),
     "resnet18": lambda channels: resnet18(channels=channels, size=16, stem="imagenet"),
     "vit_tiny": lambda channels: vit_tiny(channels=channels, size=16, depth=1, width=8, heads=1),
-    "test_vit": lambda channels: timm_encoder(name="test_vit", channels=channels, size=32),
+    "test_vit": lambda channels: timm_encoder(name="test_vit", channels=channels, size=32),  # positions before it
     "fastvit_t8": lambda channels: timm_encoder(name="fastvit_t8", channels=channels, size=64),  # two input kernels
-    "pit_ti_224": lambda channels: timm_encoder(name="pit_ti_224", channels=channels, size=64),  # positions before them
+    "pit_ti_224": lambda channels: timm_encoder(name="pit_ti_224", channels=channels, size=64),
     "mobilenet_v3_small": lambda channels: torchvision_encoder(name="mobilenet_v3_small", channels=channels, size=32),
 }
 
 
-@pytest.mark.parametrize("name", some(NETWORKS, default=("vit_tiny", "fastvit_t8", "pit_ti_224")))
+@pytest.mark.parametrize("name", some(NETWORKS, default=("vit_tiny", "fastvit_t8", "test_vit")))
 def test_representations_of_equal_channels_stay(name, tmp_path):
     """An image whose three channels are equal has the representation of the gray image, and of six equal channels."""
     theirs, gray = shift(NETWORKS[name](3)), torch.rand(2, 1, 16, 16)

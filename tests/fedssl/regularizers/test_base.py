@@ -106,8 +106,7 @@ class Alone(FUR):
         return super().apply(loss.detach(), step)
 
 
-@pytest.mark.parametrize("frozen", [0, 1])
-@pytest.mark.parametrize("variant", ["uot", "tangent_swd"])
+@pytest.mark.parametrize(("variant", "frozen"), [("uot", 0), ("tangent_swd", 1)])
 @pytest.mark.parametrize("name", WHOLE)
 def test_projections_of_both_views_are_spread_with_every_method(name, variant, frozen):
     method, term = make(name), Alone(variant=variant)

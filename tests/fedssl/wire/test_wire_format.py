@@ -217,7 +217,7 @@ flats = st.dictionaries(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(st.sampled_from(WIRE_DTYPES), st.sampled_from(WIRE_DTYPES), lines, flats)
 def test_whatever_arrives_layers_or_a_sentence_come_out(announced, wire_dtype, lines, flats):
     there = {TABLE: table(announced, *lines), **flats}
