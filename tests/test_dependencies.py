@@ -36,7 +36,9 @@ def _imports(source: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def private(source: str) -> list[str]:
-    found = []
+    found: list[str] = []
+    if not re.search("flwr|ray|hydra|omegaconf", source):
+        return found
     for module, names in imports(source):
         library = module.split(".")[0]
         if (library == "flwr" and module not in DOCUMENTED) or (

@@ -1,11 +1,12 @@
 """The table of what clients and server exchange under each strategy, from the strategies' own descriptions."""
 
 from collections.abc import Sequence
+from functools import cache
 
 from conf_files import CONF
 
 from fedssl.config.load import compose
-from fedssl.methods.base import build_method
+from fedssl.methods.base import SSLMethod, build_method
 
 _HEAD = """
 ## What is exchanged
@@ -25,9 +26,14 @@ def strategy_table() -> str:
     return _HEAD + "".join(f"| {', '.join(names)} | {cells} |\n" for cells, names in rows.items())
 
 
+@cache
+def _method() -> SSLMethod:
+    return build_method(compose(["method=simclr"]).model)
+
+
 def _cells(name: str) -> str:
     settings = compose([f"strategy={name}", "method=simclr"])
-    communication = settings.algorithm.strategy.instantiate().describe_communication(build_method(settings.model))
+    communication = settings.algorithm.strategy.instantiate().describe_communication(_method())
     log = [metric for metric in settings.algorithm.reported_metrics if metric not in communication.required_metrics]
     return " | ".join(
         [
