@@ -6,9 +6,9 @@
 of each claim from the entries of results.json and studies.jsonl, writes `fedssl_bench/claims.csv`, and prints counts.
 
 The difference A - B is paired by seed, in points. If it is significant (p < 0.05, Holm's correction over the
-comparisons of a paper), the claim is *confirmed*, or the *opposite* is. Otherwise there is *no difference* if the 95% interval is
-within one point, and else it is *undecided*. Parity is confirmed by an interval within one point. Claims without rows
-that share two seeds are *not tested*.
+comparisons of a paper), the claim is *confirmed*, or the *opposite* is. Otherwise there is *no difference* if the
+95% interval is within one point, and else it is *undecided*. Parity is confirmed by an interval within one point.
+Claims without rows that share two seeds are *not tested*.
 """
 
 import csv

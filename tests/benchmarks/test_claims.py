@@ -1,6 +1,7 @@
 """Claims of the papers: outcomes by hand, and the recorded table, computed again."""
 
 import csv
+import re
 from dataclasses import replace
 
 import pytest
@@ -83,3 +84,14 @@ def test_claims_have_the_papers_numbers_and_existing_rows():
     named = {row for claim in texts for a, b, _ in claim.comparisons for row in (a, b)}
     assert named <= known
     assert len({tuple(line.values()) for line in lines}) == len(lines)
+
+
+def test_every_gain_of_the_decision_tree_is_that_of_the_benchmark():
+    tree = (CONF.parent / "docs" / "choosing.md").read_text().partition("## Which strategy?")[2].partition("\n## ")[0]
+    cited = re.findall(r"`([\w ]+)`(?: has)? ([+-][\d.]+) \(([+-][\d.]+) to ([+-][\d.]+)\)", tree)
+    rows = read_rows()
+    assert len(cited) >= 10
+    for rule, *numbers in cited:
+        differences = paired(rows, (f"cpu/simclr/{rule}", "cpu/simclr/fedavg", "linear"))
+        gain = compare({rule: differences})[rule]
+        assert numbers == [f"{number:+.1f}" for number in (gain.mean, gain.low, gain.high)], rule
