@@ -106,14 +106,13 @@ METHODS = {  # with the settings that a method needs in addition, see docs/learn
     "barlow_twins": ["method=barlow_twins"],
 }
 _BYOL = ("method=byol", "method.projector.last_batch_norm=true")
-_LOCAL = {"fedu, local predictor": ("strategy=fedu", "strategy.predictor=local")}
 _LAYER_WISE = {"layer-wise": ("strategy=fedavg", "schedule=layer_wise")}
 DIGITS = tuple(  # clients in conflict: FedU's partition, and every mechanism of benchmarks/mechanisms.py
     Row(name, method, (*overrides, *options), stage, 1.0)
     for stage, (method, options, names, others) in enumerate(
         (
-            ("byol", _BYOL, ("fedavg", "fedu"), _LOCAL | {SINGLE: BOUNDS[SINGLE]}),
-            ("simclr", (), ("fedavg", "fedu", "l_dawa", "eua", "featarc"), {SINGLE: BOUNDS[SINGLE]} | _LAYER_WISE),
+            ("byol", _BYOL, ("fedavg", "fedu"), {SINGLE: BOUNDS[SINGLE]}),
+            ("simclr", (), ("fedavg", "fedu", "l_dawa", "eua", "featarc"), _LAYER_WISE),
         )
     )
     for name, overrides in ({name: _overrides(name) for name in names} | others).items()
