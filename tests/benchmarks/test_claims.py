@@ -68,7 +68,7 @@ def test_comparisons_of_a_paper_are_corrected_together():
 def test_the_recorded_table_is_that_of_the_entries():
     lines = table(read_claims(), read_rows())
     assert TABLE.read_text() == to_text(lines), "run: uv run python -m benchmarks.claims"
-    assert counts(lines).partition("\n\n")[0] in (CONF.parent / "docs" / "papers.md").read_text()
+    assert counts(lines).partition("\n\n")[0] in (CONF.parent / "benchmarks" / "README.md").read_text()
 
 
 def test_claims_have_the_papers_numbers_and_existing_rows():
