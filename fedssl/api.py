@@ -230,7 +230,7 @@ class Run:
                     f"{self.path} has {len(several)} encoders; load one of them with "
                     f"fedssl.export.load_encoder({str(several[0])!r})"
                 )
-            return load_user_encoder(encoder_file({"run": str(self.path)}), self._config_dirs)
+            return load_user_encoder(encoder_file(self.path), self._config_dirs)
 
     @overload
     def embed(self, images: np.ndarray, *, device: str = "auto", skip_unreadable: bool = False) -> np.ndarray: ...

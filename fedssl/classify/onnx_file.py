@@ -58,7 +58,7 @@ def _export(options: Options, file: Path) -> None:
     from fedssl.export.formats import export
     from fedssl.export.source import ExportSource
 
-    source = encoder_file({"run" if options.source.is_dir() else "encoder": str(options.source)})
+    source = encoder_file(options.source)
     build = user_encoder(saved_target(source), options.folders)
     encoder = load_encoder(source, build=build)
     export(ExportSource(encoder=encoder, content=read_content(source), build=build), "onnx", file)

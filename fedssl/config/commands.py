@@ -14,7 +14,6 @@ from fedssl.errors import InputError
 from fedssl.safe_io import sanitize
 
 DATA_SET = "dataset."
-_ONE_SOURCE = "give either run=DIR, the folder of a finished run, or encoder=FILE, its encoder.pt"
 
 
 def run_with_overrides(name: str, usage: str, run: Callable[[Sequence[str]], str]) -> int:
@@ -53,8 +52,11 @@ def read_options(
 def source_of(options: Mapping[str, str]) -> Path:
     """Return the path of ``run=DIR`` or ``encoder=FILE``; `InputError` for none or both."""
     if ("run" in options) == ("encoder" in options):
-        raise InputError(_ONE_SOURCE)
-    return path_of(options["run" if "run" in options else "encoder"])
+        raise InputError("give either run=DIR, the folder of a finished run, or encoder=FILE, its encoder.pt")
+    path = path_of(options["run" if "run" in options else "encoder"])
+    if "run" in options and path.is_file():
+        raise InputError(f"run={path} is a file; give the folder of a finished run, or encoder={path}")
+    return path
 
 
 def number_of(key: str, text: str, low: float, high: float, *, whole: bool = True, further: str = "") -> float:
@@ -98,15 +100,13 @@ def check_new(key: str, file: Path) -> None:
         raise InputError(f"{file} exists already; remove it, or choose another file with {key}=")
 
 
-def encoder_file(source: Mapping[str, str]) -> Path:
-    """Return the encoder file of ``run=DIR`` or ``encoder=FILE``; `InputError` if it does not exist."""
-    if len(source) != 1:
-        raise InputError(_ONE_SOURCE)
-    file = Path(source["run"], "encoder.pt") if "run" in source else Path(source["encoder"])
+def encoder_file(source: Path) -> Path:
+    """Return the encoder file of a run's folder, or the file itself; `InputError` if it does not exist."""
+    file = source / "encoder.pt" if source.is_dir() else source
     if not file.is_file():
         advice = "give the folder of a finished run"
-        if "run" in source and Path(source["run"], "config.yaml").is_file():
-            advice = f"finish the run with fedssl resume={source['run']}"
+        if (source / "config.yaml").is_file():
+            advice = f"finish the run with fedssl resume={source}"
         several = sorted(file.parent.glob("encoder-*.pt"))
         if several:  # the run has several models
             advice = f"the run has {len(several)} encoders; give one of them: encoder={several[0]}"

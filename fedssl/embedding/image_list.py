@@ -270,7 +270,7 @@ def _folder_labels(
         if found.files == index.images:  # no splits: nothing else to list
             return found.labels, found.classes
         if found.labels is not None:
-            of_file |= dict(zip(found.files, found.labels.tolist(), strict=True))
+            of_file |= dict(zip(map(str, found.files), found.labels.tolist(), strict=True))
             classes = found.classes
     files = (image.file if isinstance(image, Page) else image for image in index.images)
     labels = (of_file.get(str(file), NO_LABEL) for file in files)

@@ -50,6 +50,6 @@ class TorchEmbedder(Embedder):
 
 def load(source: Path, *, device: str, folders: Sequence[Path]) -> TorchEmbedder:
     """Load an encoder, see `fedssl.embedding.load_embedder`."""
-    file = encoder_file({"run" if source.is_dir() else "encoder": str(source)})
+    file = encoder_file(source)
     encoder = load_user_encoder(file, folders)
     return TorchEmbedder(encoder, digest=file_identity(file), device=select_device(device))

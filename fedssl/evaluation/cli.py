@@ -21,10 +21,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.atomic_files import make_subfolder, write_text
-from fedssl.config.commands import encoder_file, run_with_overrides
+from fedssl.config.commands import encoder_file, run_with_overrides, source_of
 from fedssl.config.compose import resolve_config
 from fedssl.config.hydra_internals import apply_overrides
-from fedssl.config.literal import path_of
 from fedssl.config.load import compose, make_settings
 from fedssl.config.overrides import parse
 from fedssl.config.saved_run import read_settings
@@ -72,10 +71,10 @@ def run(overrides: Sequence[str]) -> str:
 def evaluate_encoder(overrides: Sequence[str]) -> Evaluation:
     """Evaluate an encoder by the overrides, and write the JSON file."""
     values = dict(override.partition("=")[::2] for override in overrides)
-    source = {key: str(path_of(value)) for key, value in values.items() if key in ("run", "encoder")}
-    others = [override for override in overrides if override.partition("=")[0] not in source]
+    source = source_of(values)
+    others = [override for override in overrides if override.partition("=")[0] not in ("run", "encoder")]
     file = encoder_file(source)
-    settings = compose_evaluation(others, run=Path(source["run"]) if "run" in source else None)
+    settings = compose_evaluation(others, run=source if "run" in values else None)
     protocol = settings.evaluation.protocol.instantiate()
     torch.set_num_threads(settings.machine.threads)
     encoder = load_user_encoder(file, search_folders(others))

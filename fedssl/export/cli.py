@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedssl.config.commands import encoder_file, run_with_overrides
+from fedssl.config.commands import encoder_file, run_with_overrides, source_of
 from fedssl.config.literal import path_of
 from fedssl.config.overrides import did_you_mean
 from fedssl.config.targets import SEARCHPATH_KEY, search_folders, user_encoder
@@ -47,22 +47,22 @@ def main() -> int:
 def run(overrides: Sequence[str]) -> str:
     """Export an encoder by the overrides, and return the text to print."""
     options = {key: value for key, _, value in (word.partition("=") for word in overrides) if key in _EXPORT_KEYS}
-    options |= {key: str(path_of(options[key])) for key in ("run", "encoder", "output") if key in options}
     others = [override for override in overrides if override.partition("=")[0] not in _EXPORT_KEYS]
     int8 = _check(options, others)
-    file, form = encoder_file({key: options[key] for key in ("run", "encoder") if key in options}), options["format"]
+    folder_or_file, form = source_of(options), options["format"]
+    file = encoder_file(folder_or_file)
     build = user_encoder(saved_target(file), search_folders(others))
     source = ExportSource(
         encoder=load_encoder(file, build=build),
         content=read_content(file),
         build=build,
-        run=read_run(Path(options["run"])) if "run" in options else None,
+        run=read_run(folder_or_file) if "run" in options else None,
     )
     default = f"{file.stem}{'-int8' if int8 else ''}{FORMATS[form].ending or f'-{form}'}"
-    target = Path(options["output"]) if "output" in options else file.with_name(default)
+    target = path_of(options["output"]) if "output" in options else file.with_name(default)
     if int8:
         check_target(source, form, target)  # before images are read
-        return _format_comparison(export_int8(source, target, _images(source, options, others)), target)
+        return _format_comparison(export_int8(source, target, _images(source, others)), target)
     max_difference = export(source, form, target)
     lines = [
         f"written to {target}",
@@ -97,9 +97,9 @@ def _check(options: Mapping[str, str], others: Sequence[str]) -> bool:
     return precision == "int8"
 
 
-def _images(source: ExportSource, options: Mapping[str, str], others: Sequence[str]) -> Tensor:
+def _images(source: ExportSource, others: Sequence[str]) -> Tensor:
     """Draw the images for int8 from the data set, with the encoder's channels and size."""
-    settings = compose_evaluation(others, run=Path(options["run"]) if "run" in options else None)
+    settings = compose_evaluation(others, run=None if source.run is None else source.run.folder)
     images = load_federated(match_encoder(source.encoder, settings.data, explicit_size=False)).images
     if len(images) < CALIBRATION + MEASURED:
         raise InputError(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedssl.config.commands import bands_of, check_output, flag_of, number_of, read_options, source_of
+from fedssl.config.commands import bands_of, check_output, encoder_file, flag_of, number_of, read_options, source_of
 from fedssl.errors import InputError
 
 
@@ -28,6 +28,24 @@ def test_other_options_are_refused(word: str, message: str):
 def test_none_or_two_encoders_are_refused(options: dict[str, str]):
     with pytest.raises(InputError, match="give either run=DIR"):
         source_of(options)
+
+
+def test_the_encoder_of_a_folder_or_file(tmp_path):
+    run = tmp_path / "run"
+    with pytest.raises(InputError, match=f"^{run} does not exist; give the folder of a finished run"):
+        encoder_file(run)
+    run.mkdir()
+    (run / "config.yaml").touch()
+    with pytest.raises(InputError, match=f"^{run}/encoder.pt does not exist; finish the run with fedssl resume={run}"):
+        encoder_file(run)
+    (run / "encoder-1.pt").touch()
+    with pytest.raises(InputError, match=f"the run has 1 encoders; give one of them: encoder={run}/encoder-1.pt"):
+        encoder_file(run)
+    file = run / "encoder.pt"
+    file.touch()
+    assert encoder_file(run) == encoder_file(file) == source_of({"encoder": str(file)}) == file
+    with pytest.raises(InputError, match=f"run={file} is a file; give the folder of a finished run, or encoder={file}"):
+        source_of({"run": str(file)})
 
 
 @pytest.mark.parametrize("text", ["", "x", "nan", "inf", "1.5", "0", "2001"])

@@ -68,7 +68,7 @@ def test_command_standardizes_and_resizes_as_in_training(tmp_path: Path, monkeyp
     [
         ([], "give either run=DIR"),
         (["run={run}", "encoder={run}/encoder.pt"], "give either run=DIR"),
-        (["run={run}/nowhere"], "encoder.pt does not exist; give the folder"),
+        (["run={run}/nowhere"], "nowhere does not exist; give the folder"),
         (["encoder={run}/encoder.pt"], "add dataset=NAME"),
         (["run={run}", "dataset.pth=x"], "dataset.pth=x does not fit the data set"),
         (["run={run}", "evaluation=kn"], "did you mean knn"),

@@ -277,7 +277,7 @@ def test_an_export_that_differs_is_not_written(error: float, tmp_path: Path, mon
         (["run={run}"], "the format is missing; add format=NAME, one of safetensors, onnx"),
         (["run={run}", "format=torchscript"], "was removed; choose format=torch_export, or format=onnx"),
         (["run={run}", "format=onx"], "format=onx does not exist; did you mean onnx; choose one of"),
-        (["run={run}/nowhere", "format=onnx"], "encoder.pt does not exist; give the folder"),
+        (["run={run}/nowhere", "format=onnx"], "nowhere does not exist; give the folder"),
         (["run={run}", "format=onnx", "ouput=x"], "ouput=x has no effect on fedssl-export"),
         (["run={run}", "format=onnx", "precision=int4"], "choose precision=fp32 or precision=int8"),
         (["run={run}", "format=timm", "precision=int8"], "precision=int8 is for format=onnx"),
