@@ -14,7 +14,6 @@ import pytest
 RENDERED = (
     "fedssl/plots",
     "fedssl/report",
-    "fedssl/partition/test_partition.py",
     "examples/test_theory.py",
     "strategies/test_gossip.py",
     "strategies/test_topology.py",
