@@ -14,7 +14,7 @@ import torch
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.partition.partition import Partition, PartitionInput
-from fedssl.partition.partitioners import check_counts, dirichlet, iid
+from fedssl.partition.partitioners import dirichlet, iid
 from fedssl.seeding import derive_seed
 
 
@@ -27,7 +27,6 @@ def domain(data: PartitionInput, *, alpha: float | None, min_size: int) -> Parti
 
     with $o_i$ the domain of image i, in the order of their names.
     """
-    check_counts(data)
     check_arguments("partition", owner="domain", alpha=alpha, min_size=min_size)
     if data.owners is None:
         raise InputError(

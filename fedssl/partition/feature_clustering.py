@@ -33,7 +33,7 @@ from fedssl.evaluation.features import pixel_values
 from fedssl.export import load_encoder
 from fedssl.machine.process import one_thread
 from fedssl.partition.partition import ImageSubset, Partition, PartitionInput
-from fedssl.partition.partitioners import check_counts, dirichlet
+from fedssl.partition.partitioners import dirichlet
 from fedssl.seeding import derive_seed
 from fedssl.tensor_file import read_arrays, write_arrays
 
@@ -67,7 +67,6 @@ def feature_clusters(
     with $x_i$ the features of image i, V and $\Lambda$ the principal directions and variances, $g_i$ its cluster, and
     $p_{g,k}$ the share of cluster g for client k.
     """
-    check_counts(data)
     check_arguments("partition", alpha=alpha, min_size=min_size, clusters=clusters, components=components)
     clusters = data.num_clients if clusters is None else clusters
     assigned = torch.from_numpy(

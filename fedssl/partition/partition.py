@@ -43,6 +43,12 @@ class PartitionInput:
     num_clients: int
     seed: int
 
+    def __post_init__(self) -> None:
+        if self.num_clients < 1:
+            raise InputError(f"num_clients={self.num_clients} must be at least 1")
+        if not self.num_images:
+            raise InputError("the data set has no images to be partitioned; check dataset.path and dataset.limit")
+
     @property
     def num_images(self) -> int:
         return len(self.images)
@@ -102,16 +108,16 @@ def _partition(settings: PartitionSettings, image_data: ImageData) -> Partition:
         reasons.append(f"imbalance={settings.imbalance:g}")
     shared = torch.from_numpy(rows)
     labels, owners = (None if column is None else column[shared] for column in (image_data.labels, image_data.owners))
-    data = PartitionInput(
-        labels=labels,
-        owners=owners,
-        owner_names=image_data.owner_names,
-        images=ImageSubset(image_data.images, shared, settings.cache),
-        num_clients=settings.num_clients,
-        seed=settings.seed,
-    )
-    # Positional: Hydra would convert a dataclass among the keywords to a configuration.
     try:
+        data = PartitionInput(
+            labels=labels,
+            owners=owners,
+            owner_names=image_data.owner_names,
+            images=ImageSubset(image_data.images, shared, settings.cache),
+            num_clients=settings.num_clients,
+            seed=settings.seed,
+        )
+        # Positional: Hydra would convert a dataclass among the keywords to a configuration.
         result: list[np.ndarray] | Partition = settings.rule.instantiate(data)
     except InputError as error:
         if not reasons:

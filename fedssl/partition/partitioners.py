@@ -57,7 +57,6 @@ def iid(data: PartitionInput) -> list[np.ndarray]:
     n_k = \left\lfloor \frac{n}{K} \right\rfloor + \begin{cases} 1 & k < n \bmod K \\ 0 & \text{else} \end{cases}
     $$
     """
-    check_counts(data)
     order = image_order(data)
     return checked(np.array_split(order, data.num_clients), data.num_images)
 
@@ -74,11 +73,9 @@ def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balanci
     than n / K images of earlier classes get none, and the other shares are scaled to the sum 1; classes are divided in
     the order of their numbers. Draws with fewer than ``min_size`` images of a client are repeated (11 draws in total).
     """
-    check_counts(data)
     check_arguments("partition", alpha=alpha, min_size=min_size)
     num_images, num_clients = data.num_images, data.num_clients
-    labels = require_labels(data, "dirichlet")
-    order = labeled_order(data, labels)
+    labels, order = labeled(data, "dirichlet")
     dealt = (num_images - len(order)) // num_clients  # images without a label, at least, of every client
     parts = None
     if min_size * num_clients <= num_images:
@@ -125,11 +122,10 @@ def dirichlet_rows(
             ends = (np.cumsum(shares) * len(rows)).astype(np.int64)
             ends[-1] = len(rows)
             sizes[number] = np.diff(ends, prepend=0)
-        totals = sizes.sum(axis=0)
-        if totals.min() >= min_size:
+        if sizes.sum(axis=0).min() >= min_size:
             clients = np.concatenate([np.repeat(np.arange(num_clients), row) for row in sizes])
-            order = np.argsort(clients, kind="stable")
-            return np.split(np.concatenate(classes)[order], np.cumsum(totals)[:-1])
+            by_class = np.concatenate(classes)
+            return [by_class[rows] for rows in rows_of_clients(clients, num_clients)]
     return None
 
 
@@ -145,10 +141,8 @@ def pathological(data: PartitionInput, *, classes_per_client: int) -> list[np.nd
 
     with $c_0, \dots, c_{C-1}$ the shuffled classes, and m the ``classes_per_client``.
     """
-    check_counts(data)
     num_clients, seed = data.num_clients, data.seed
-    labels = require_labels(data, "pathological")
-    order = labeled_order(data, labels)
+    labels, order = labeled(data, "pathological")
     names, codes, sizes = np.unique(labels[order], return_inverse=True, return_counts=True)
     if not 1 <= classes_per_client <= len(names):
         raise InputError(
@@ -185,10 +179,8 @@ def skew(data: PartitionInput, *, beta: float) -> list[np.ndarray]:
 
     with $S_k$ block k of the sorted images, class after class, and $U_k$ block k of the others, shuffled.
     """
-    check_counts(data)
     check_arguments("partition", beta=beta)
-    labels = require_labels(data, "skew")
-    order = labeled_order(data, labels)
+    labels, order = labeled(data, "skew")
     of_class = [order[labels[order] == name] for name in np.unique(labels[order])]
     cuts = [round((1 - beta) * len(members)) for members in of_class]
     sorted_pool = np.concatenate([members[:cut] for members, cut in zip(of_class, cuts, strict=True)])
@@ -209,7 +201,6 @@ def natural(data: PartitionInput) -> list[np.ndarray]:
 
     with $o_i$ the owner of image i, and $\pi$ a random order of owners.
     """
-    check_counts(data)
     num_clients = data.num_clients
     if data.owners is None:
         raise InputError(
@@ -218,9 +209,7 @@ def natural(data: PartitionInput) -> list[np.ndarray]:
         )
     names, codes = np.unique(data.owners.numpy(), return_inverse=True)
     client_of_owner = numpy_generator(data.seed, "partition", "owners").permutation(len(names)) % num_clients
-    client = client_of_owner[codes]
-    sizes = np.bincount(client, minlength=num_clients)
-    return checked(np.split(np.argsort(client, kind="stable"), np.cumsum(sizes)[:-1]), data.num_images)
+    return checked(rows_of_clients(client_of_owner[codes], num_clients), data.num_images)
 
 
 def from_file(data: PartitionInput, *, file: str | Path | None) -> list[np.ndarray]:
@@ -233,7 +222,6 @@ def from_file(data: PartitionInput, *, file: str | Path | None) -> list[np.ndarr
     with $k_i$ the entry of the file for image i, a client's number. The column ``label`` of the CSV file may be empty
     for images without a label; it detects other images and another order.
     """
-    check_counts(data)
     num_images, num_clients = data.num_images, data.num_clients
     if file is None:
         raise InputError("partition=file needs partition.file, a CSV file with one line per image; set it")
@@ -261,8 +249,7 @@ def from_file(data: PartitionInput, *, file: str | Path | None) -> list[np.ndarr
             f"{setting} belongs to other images or another order: image {index} has label {labels[index]} in the file "
             f"and {int(data.labels[index])} in the data set; choose the data set of the file"
         )
-    order = np.argsort(clients, kind="stable")
-    return np.split(order, np.searchsorted(clients[order], np.arange(num_clients + 1)))[1:-1]
+    return rows_of_clients(clients, num_clients)
 
 
 def write_partition(parts: Iterable[np.ndarray], labels: torch.Tensor) -> str:
@@ -275,33 +262,29 @@ def write_partition(parts: Iterable[np.ndarray], labels: torch.Tensor) -> str:
     return "\n".join(["client,label", *rows, ""])
 
 
-def check_counts(data: PartitionInput) -> None:
-    """Raise an `InputError` without clients, or without images."""
-    if data.num_clients < 1:
-        raise InputError(f"num_clients={data.num_clients} must be at least 1")
-    if not data.num_images:
-        raise InputError("the data set has no images to be partitioned; check dataset.path and dataset.limit")
-
-
-def require_labels(data: PartitionInput, name: str) -> np.ndarray:
-    """Return the labels; raise an `InputError` that names the partition if no image has one."""
-    if data.labels is None or not (data.labels != NO_LABEL).any():
-        raise InputError(
-            f"partition={name} divides by class but the images have no labels; give partition=iid, or "
-            "partition=natural if their owners are known"
-        )
-    return data.labels.numpy()
-
-
 def image_order(data: PartitionInput) -> np.ndarray:
     """Return all indices in random order."""
     return numpy_generator(data.seed, "partition", "order").permutation(data.num_images)
 
 
-def labeled_order(data: PartitionInput, labels: np.ndarray) -> np.ndarray:
-    """Return the indices of images with a label in random order."""
-    order = image_order(data)
-    return np.compress(labels[order] != NO_LABEL, order)
+def labeled(data: PartitionInput, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return all labels, and the indices of images with one in random order.
+
+    Raise an `InputError` that names the partition if no image has a label.
+    """
+    if data.labels is None or not (data.labels != NO_LABEL).any():
+        raise InputError(
+            f"partition={name} divides by class but the images have no labels; give partition=iid, or "
+            "partition=natural if their owners are known"
+        )
+    labels, order = data.labels.numpy(), image_order(data)
+    return labels, np.compress(labels[order] != NO_LABEL, order)
+
+
+def rows_of_clients(clients: np.ndarray, num_clients: int) -> list[np.ndarray]:
+    """Return the ascending rows of each client from the client of every row ``(n,)``; -1 is none."""
+    order = np.argsort(clients, kind="stable")
+    return np.split(order, np.searchsorted(clients[order], np.arange(num_clients + 1)))[1:-1]
 
 
 def with_unlabeled(parts: list[np.ndarray], data: PartitionInput, labels: np.ndarray) -> list[np.ndarray]:

@@ -11,14 +11,7 @@ import numpy as np
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.partition.partition import PartitionInput
-from fedssl.partition.partitioners import (
-    check_counts,
-    checked,
-    image_order,
-    labeled_order,
-    require_labels,
-    with_unlabeled,
-)
+from fedssl.partition.partitioners import checked, image_order, labeled, with_unlabeled
 from fedssl.seeding import numpy_generator
 
 
@@ -34,12 +27,10 @@ def quantity(
 
     with m the ``min_size``, $\sigma$ the ``spread``, and r a random order of the clients, from 1 to K.
     """
-    check_counts(data)
     check_arguments(
         "partition", owner="quantity", distribution=distribution, spread=spread, alpha=alpha, min_size=min_size
     )
-    labels = None if alpha is None else require_labels(data, "quantity")
-    order = image_order(data) if labels is None else labeled_order(data, labels)
+    labels, order = (None, image_order(data)) if alpha is None else labeled(data, "quantity")
     if len(order) < data.num_clients * min_size:
         raise InputError(
             f"partition.min_size={min_size} for num_clients={data.num_clients} needs "
