@@ -17,7 +17,7 @@ from fedssl.embedding.image_list import Block
 from fedssl.errors import InputError
 from fedssl.explore.columns import Column, coded
 from fedssl.explore.images import sample
-from fedssl.partition.partition import client_indices
+from fedssl.partition.partition import client_indices, clients_of_rows
 from fedssl.safe_io import valid_text
 
 
@@ -84,9 +84,7 @@ def load_run_images(run: Path, *, channels: int, size: int, overrides: Sequence[
     data = load_federated(settings.data.resized(size))
     if data.labels is None:
         settings = default_unlabeled_partition(settings)
-    clients = np.full(len(data.images), -1)
-    for client, rows in enumerate(client_indices(settings.partition, data)):
-        clients[rows] = client
+    clients = clients_of_rows(client_indices(settings.partition, data), len(data.images))
     path = settings.data.reader.values.get("path")
     root = None if path is None else user_path(str(path)).absolute()
     return RunImages(settings.data.name, data, np.arange(len(data.images)), clients, root)

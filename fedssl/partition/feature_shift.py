@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fedssl.config.settings import FeatureShift, PartitionSettings
 from fedssl.datasets.images import ImageSource, SelectedImages
+from fedssl.partition.partition import clients_of_rows
 from fedssl.seeding import derive_seed, numpy_generator
 
 _FROM_0 = ("blur", "noise")  # parameters whose neutral value is 0; that of others is 1
@@ -36,9 +37,7 @@ def shifted(images: ImageSource, parts: Sequence[np.ndarray], settings: Partitio
     shift, seed = settings.feature_shift, settings.seed
     if shift == FeatureShift():
         return images
-    clients = torch.full((len(images),), len(parts))
-    for client, part in enumerate(parts):
-        clients[torch.from_numpy(part)] = client
+    clients = torch.from_numpy(clients_of_rows(parts, len(images)))
     parameters = client_parameters(shift, len(parts), channels=images.shape[1], seed=seed)
     padded = {
         name: torch.from_numpy(np.concatenate([values, np.full_like(values[:1], name not in _FROM_0)]))
@@ -77,8 +76,8 @@ def parameter_table(settings: PartitionSettings, *, channels: int) -> list[list[
 class ShiftedImages(SelectedImages):
     """Images of clients, changed by the parameters of their client when they are read.
 
-    ``clients`` has the client of every image of the source, int64. ``parameters`` are those of `client_parameters`, and
-    a last row for images of no client.
+    ``clients`` has the client of every image of the source, int64, -1 for none. ``parameters`` are those of
+    `client_parameters`, and a last row for images of no client.
     """
 
     def __init__(

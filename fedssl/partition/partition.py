@@ -1,6 +1,6 @@
 """The partition of a run: the images of every client, and the server's images for its calibration."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -130,6 +130,20 @@ def _partition(settings: PartitionSettings, image_data: ImageData) -> Partition:
     if groups is not None:
         groups = torch.full((num_images,), -1).index_copy(0, shared, groups)
     return replace(partition, client_indices=[rows[part] for part in partition.client_indices], groups=groups)
+
+
+def rows_of_clients(clients: np.ndarray, num_clients: int) -> list[np.ndarray]:
+    """Return the ascending rows of each client from the client of every row ``(n,)``; -1 is none."""
+    order = np.argsort(clients, kind="stable")
+    return np.split(order, np.searchsorted(clients[order], np.arange(num_clients + 1)))[1:-1]
+
+
+def clients_of_rows(parts: Iterable[np.ndarray], num_rows: int) -> np.ndarray:
+    """Return the client of every row, int64 ``(num_rows,)``, -1 for none, from the rows of each client."""
+    clients = np.full(num_rows, -1)
+    for client, rows in enumerate(parts):
+        clients[rows] = client
+    return clients
 
 
 def server_indices(num_images: int, *, share: float, seed: int) -> np.ndarray:

@@ -44,7 +44,7 @@ from fedssl.config.constraints import check_arguments
 from fedssl.csv_file import client_in, count_in, read_rows
 from fedssl.datasets.holdout import NO_LABEL
 from fedssl.errors import InputError
-from fedssl.partition.partition import PartitionInput
+from fedssl.partition.partition import PartitionInput, clients_of_rows, rows_of_clients
 from fedssl.seeding import derive_seed, numpy_generator
 
 MAX_DRAWS = 11  # of Dirichlet shares, as flwr-datasets
@@ -254,10 +254,7 @@ def from_file(data: PartitionInput, *, file: str | Path | None) -> list[np.ndarr
 
 def write_partition(parts: Iterable[np.ndarray], labels: torch.Tensor) -> str:
     """Return the text of the file that `from_file` reads, from every client's indices and all labels ``(n,)``."""
-    clients = np.full(len(labels), -1)
-    for client, part in enumerate(parts):
-        clients[part] = client
-    numbers = zip(clients.tolist(), labels.tolist(), strict=True)
+    numbers = zip(clients_of_rows(parts, len(labels)).tolist(), labels.tolist(), strict=True)
     rows = (",".join("" if number < 0 else str(number) for number in row) for row in numbers)
     return "\n".join(["client,label", *rows, ""])
 
@@ -279,12 +276,6 @@ def labeled(data: PartitionInput, name: str) -> tuple[np.ndarray, np.ndarray]:
         )
     labels, order = data.labels.numpy(), image_order(data)
     return labels, np.compress(labels[order] != NO_LABEL, order)
-
-
-def rows_of_clients(clients: np.ndarray, num_clients: int) -> list[np.ndarray]:
-    """Return the ascending rows of each client from the client of every row ``(n,)``; -1 is none."""
-    order = np.argsort(clients, kind="stable")
-    return np.split(order, np.searchsorted(clients[order], np.arange(num_clients + 1)))[1:-1]
 
 
 def with_unlabeled(parts: list[np.ndarray], data: PartitionInput, labels: np.ndarray) -> list[np.ndarray]:
