@@ -80,13 +80,17 @@ def as_images(array: np.ndarray, channels: int) -> np.ndarray:
     """Return an array of one or several images as ``(n, height, width, channels)``.
 
     It is ``(height, width)``, with an axis of channels at either end, or one of images before all others. The axis of
-    channels is the last or else the first of the data set's ``channels``, of 1 or 3, or of up to `MAX_CHANNELS`.
+    channels is the last or else the first of the data set's ``channels``, of 1 or 3, or of up to `MAX_CHANNELS`. For
+    gray and color, more than `MAX_CHANNELS` small squares, such as ``(60000, 28, 28)``, are a stack.
     """
     if array.ndim == 2:
         return array[None, :, :, None]
     if array.ndim not in (3, 4) or not array.size:
         raise ValueError(f"its shape is {array.shape}, and (height, width) is needed, with or without channels")
-    for allowed in ((channels,), (1, 3) if channels in (1, 3) else (), range(1, MAX_CHANNELS + 1)):
+    count, height, width = array.shape[-3:]
+    is_stack = channels in (1, 3) and array.ndim == 3 and count > MAX_CHANNELS and count != height == width
+    further = () if is_stack else range(1, MAX_CHANNELS + 1)
+    for allowed in ((channels,), (1, 3) if channels in (1, 3) else (), further):
         for axis in (-1, -3):
             if array.shape[axis] in allowed:
                 images = np.moveaxis(array, axis, -1)
