@@ -57,8 +57,8 @@ def norms(layers: Layers, kind: dict[str, str]) -> dict[str, float]:
 class RunNorms:
     """Norms of a run's layers at its checkpoints.
 
-    ``norms``: by kind, of the untrained model and at every checkpoint. ``ends``: by layer, of the untrained and of the
-    last model. ``kind``: of every layer.
+    ``norms``: by kind, of the untrained model and at every checkpoint, whose ``rounds`` begin with 0. ``ends``: by
+    layer, of the untrained and of the last model. ``kind``: of every layer.
     """
 
     def __init__(self, run: Run) -> None:
@@ -66,10 +66,11 @@ class RunNorms:
         method = build_method(compose(overrides).model)
         self.kind = kinds(method)
         untrained = exchanged_layers(method)
-        saved = list(_checkpoints(run.folder / "checkpoints"))
-        history = [norms(layers, self.kind) for layers in (untrained, *saved)]
+        saved = dict(_checkpoints(run.folder / "checkpoints"))
+        self.rounds = [0, *saved]
+        history = [norms(layers, self.kind) for layers in (untrained, *saved.values())]
         self.norms = {name: [each[name] for each in history] for name in KINDS}
-        last = saved[-1] if saved else untrained
+        last = list(saved.values())[-1] if saved else untrained
         self.ends = {name: [float(np.linalg.norm(layers[name])) for layers in (untrained, last)] for name in self.kind}
 
 
@@ -147,11 +148,11 @@ def draw(groups: dict[tuple[str, str], list[RunHistory]], file: Path) -> None:
     write_png(figure, file, dpi=110)
 
 
-def _checkpoints(folder: Path) -> Iterable[Layers]:
-    """Yield the global layers after each round."""
+def _checkpoints(folder: Path) -> Iterable[tuple[int, Layers]]:
+    """Yield each saved round with the global layers after it."""
     for file in sorted(folder.glob("round-*.pt")):
         saved = torch.load(file, weights_only=True)["models"]["global"]["layers"]
-        yield {name: tensor.numpy() for name, tensor in saved.items()}
+        yield int(file.stem.partition("-")[2]), {name: tensor.numpy() for name, tensor in saved.items()}
 
 
 def _mean_and_std(values: list[tuple[float, int]]) -> str:

@@ -50,7 +50,7 @@ class Entry:
     untrained: dict[str, float]
     rounds: list[int]  # that were evaluated
     over_rounds: dict[str, list[float]]
-    norms: dict[str, list[float]]  # by kind of layers, before training and at every checkpoint
+    norms: dict[str, list[float]]  # by kind of layers, before training and after the evaluated rounds
     layers: dict[str, list[float]]  # norm of each layer, before and after training
     code: str  # digest of the source files
     date: str
@@ -106,13 +106,14 @@ def entry(job: StudyJob, folder: Path) -> Entry:
     lines = [{**line["evaluation"], **line.get("collapse", {}), "round": line["round"]} for line in lines]
     over_rounds = {name: [each[name] for each in lines] for name in run.results}
     layers = RunNorms(run)
+    kept = [index for index, round in enumerate(layers.rounds) if round in (0, *(each["round"] for each in lines))]
     return Entry(
         *job.key,
         results={name: score.value for name, score in run.results.items()},
         untrained={name: score.value for name, score in run.results_of("untrained").items()},
         rounds=[each["round"] for each in lines],
         over_rounds=over_rounds,
-        norms={kind: _rounded(values) for kind, values in layers.norms.items()},
+        norms={kind: _rounded([values[index] for index in kept]) for kind, values in layers.norms.items()},
         layers={name: _rounded(values) for name, values in layers.ends.items()},
         code=folder.with_suffix(".code").read_text(),
         date=date.fromtimestamp((folder / "summary.json").stat().st_mtime).isoformat(),

@@ -18,6 +18,7 @@ from fedssl.config.overrides import CONF, by_key, check_single, check_sweep, con
 from fedssl.config.targets import expand_config_dir_flag, search_folders
 from fedssl.errors import InputError, RunError
 from fedssl.runs.run import run_folders
+from simulation.axes import axes_of
 from simulation.parallel_jobs import parallel_tasks, run_in_parallel
 from simulation.pruning import check_metric, pruning_of, successive_halving
 from simulation.run import run
@@ -151,6 +152,8 @@ def _run_hydra_sweep(flags: Sequence[str], overrides: Sequence[str]) -> int:
     check_job_folders(overrides)
     if folder_to_resume(overrides) is not None:
         raise InputError("a sweep of Hydra's sweepers and launchers cannot be resumed; leave out resume or these")
+    if axes_of(overrides):
+        raise InputError("Hydra itself runs the jobs of this sweep, without sweep.axes; leave out Hydra's settings")
     metric = options.get("metric")
     if metric is not None:
         check_metric(metric, overrides, final=True)

@@ -17,25 +17,25 @@ from omegaconf import OmegaConf
 
 from fedssl.atomic_files import make_output_folder, saved_rounds, write_text
 from fedssl.config.compose import RESUMABLE_KEYS, hydra_value, validate_names
-from fedssl.config.hydra_internals import expand_sweep
 from fedssl.config.literal import literal_values, user_path
 from fedssl.config.load import compose, load_settings
-from fedssl.config.overrides import by_key, config_groups, key_and_group, parse, quote_value
+from fedssl.config.overrides import by_key, key_and_group, parse, quote_value, to_text
 from fedssl.config.saved_run import check_saved_overrides
 from fedssl.config.settings import Settings
-from fedssl.config.targets import SEARCHPATH_KEY, search_folders
+from fedssl.config.targets import SEARCHPATH_KEY
 from fedssl.errors import InputError, RunError
 from fedssl.report.accuracy_table import NOT_FINISHED, sweep_results
 from fedssl.runs.groups import OWN_KEYS
 from fedssl.runs.run import LOCK_FILE, acquire_lock, is_locked, read_run, read_summary, write_summary
 from fedssl.safe_io import checksum_line, corrupt_file_error, read_yaml, sanitize
+from simulation.axes import OPTIONS, expand_axes, with_experiment_values
 from simulation.sweep_progress import SweepProgress
 
 Runner = Callable[[Sequence[str]], object]  # runs or resumes a run with these overrides
 
 STATE_FILE = "sweep.yaml"
 FOLDER_KEY = "hydra.sweep.dir"
-SAVED_OPTIONS = {"metric", "reduction_factor", "min_rounds"}  # they decide which jobs are pruned
+SAVED_OPTIONS = {"metric", "reduction_factor", "min_rounds", *OPTIONS}  # they decide which jobs there are, or end early
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class SweepState:
 
     def save(self, folder: Path) -> None:
         """Write the file into the folder of the sweep."""
-        options = [f"sweep.{name}={'null' if value is None else value}" for name, value in self.options.items()]
+        options = [f"sweep.{name}={to_text(value)}" for name, value in self.options.items()]
         content = {"overrides": self.overrides, "jobs": self.jobs, "options": options}
         text = "# To change a sweep, give overrides: fedssl -m resume=FOLDER key=value. An edited file is refused.\n"
         text += yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
@@ -180,7 +180,7 @@ def plan_jobs(folder: Path, overrides: Sequence[str], options: Mapping[str, Any]
     settings are the same, apart from `RESUMABLE_KEYS` that are not swept, other than the number of rounds. Saved
     overrides are validated as those of a run folder. Raises `InputError`, also if the folder of a new job exists.
     """
-    given = {key: override for key, override in by_key(overrides).items() if key != FOLDER_KEY}
+    given = {key: override for key, override in by_key(with_experiment_values(overrides)).items() if key != FOLDER_KEY}
 
     def inherited(saved: Iterable[str]) -> list[str]:
         return [override for override in saved if given.keys().isdisjoint(key_and_group(override))]
@@ -200,7 +200,8 @@ def plan_jobs(folder: Path, overrides: Sequence[str], options: Mapping[str, Any]
     names = {_identity(job, free): name for name, job in jobs.items()}
     if len(names) < len(jobs):
         raise corrupt_file_error(folder / STATE_FILE, "it has a job twice")
-    for job in expand_sweep(merged, config_groups(search_folders(merged))):
+    options = earlier.options | {name: value for name, value in options.items() if name in SAVED_OPTIONS}
+    for job in expand_axes(merged, options):
         if _identity(job, free) in names:
             continue
         check_saved_overrides(inherited(job), folder / STATE_FILE)
@@ -209,8 +210,7 @@ def plan_jobs(folder: Path, overrides: Sequence[str], options: Mapping[str, Any]
         if (folder / name).exists():
             raise InputError(f"{folder / name} exists but is no job of this sweep; set another {FOLDER_KEY} or move it")
     validate_names(merged)
-    saved = {name: value for name, value in options.items() if name in SAVED_OPTIONS}
-    return SweepState(merged, jobs, earlier.options | saved)
+    return SweepState(merged, jobs, options)
 
 
 def _read_state(file: Path) -> SweepState:

@@ -106,6 +106,8 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "retry": _BOOL,
         "gpus": Constraint(above=0, minimum=1e-3, maximum=LARGE),
         "reduction_factor": _optional(_integer(2)),
+        "axes": _MAPPING_OR_NULL,
+        "without": _list_of(_NAME),
     },
     "aggregation": {
         "min_updates": _integer(1),

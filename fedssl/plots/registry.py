@@ -12,6 +12,7 @@ from fedssl.plots.embeddings import plot_sphere, plot_tsne
 from fedssl.plots.forgetting import plot_forgetting
 from fedssl.plots.landscape import plot_landscape
 from fedssl.plots.partition import plot_partition
+from fedssl.plots.ranks import plot_critical_difference
 from fedssl.plots.style import PAPER_FORMATS, SCREEN_FORMATS, PlotData, sanitize_texts, save_figure
 from fedssl.plots.swept import plot_heatmap, plot_sensitivity
 from fedssl.runs.loaded_run import LoadedRun, load_run_folder
@@ -54,6 +55,7 @@ PLOTS = {
     ),
     "sensitivity": Plot(plot_sensitivity, "runs"),
     "heatmap": Plot(plot_heatmap, "runs"),
+    "critical_difference": Plot(plot_critical_difference, "runs"),
 }
 FINAL_PLOTS = ("metrics", "cosines", "spectrum")  # written at the end of a run
 

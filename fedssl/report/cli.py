@@ -205,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     figures = (
         "write these figures, or all that a run has data for (some seconds each), to its figures/: partition, "
         "metrics, cosines, spectrum, tsne, sphere, cka; landscape, cka_layers, forgetting of runs with snapshot_every; "
-        "accuracy, divergence, tradeoff, sensitivity, heatmap of all runs"
+        "accuracy, divergence, tradeoff, sensitivity, heatmap, critical_difference of all runs"
     )
     add("--figures", metavar="NAME", nargs="*", help=figures)
     add("--into", metavar="FOLDER", type=user_path, help="write figures of all runs to its figures/")

@@ -37,7 +37,11 @@ RUN_PLOTS = {
     "metrics": ("loss and results over the rounds", "metrics.jsonl"),
     "cosines": ("cosines of clients' models with the global one", "clients.jsonl"),
 }
-SWEPT = {"sensitivity": "final accuracy over a swept setting", "heatmap": "final accuracy over two swept settings"}
+SWEPT = {
+    "sensitivity": "final accuracy over a swept setting",
+    "heatmap": "final accuracy over two swept settings",
+    "critical_difference": "mean ranks of strategies; bars connect those that do not differ significantly (Nemenyi)",
+}
 PLOTS_OF_ALL = {
     "accuracy": "accuracy over rounds, over bytes and over FLOPs of a client",
     "tradeoff": "accuracy on another data set over that on the run's own",
