@@ -49,6 +49,7 @@ SMALLER = {
     "client_speed=lognormal": ("measure_resources=true", "dataset.limit=100", "partition=iid"),
     "client_speed=trace": ("measure_resources=true",),
     "plan=true": ("num_clients=4",),
+    "experiment=review": ("seed=0", "strategy=fedavg,fedu,l_dawa", "sweep.without=[data,encoder,clients]"),
     "sweep.reduction_factor=3": ("rounds=4", "evaluate_every=1", "dataset.limit=60"),
 }
 

@@ -22,6 +22,8 @@ STRATEGIES: dict[str, Row] = {
     "l_dawa_fedu": ("strategy=l_dawa_fedu",),
     "eua + fur": ("strategy=eua", "regularizer=fur"),
     "featarc": ("strategy=featarc",),
+    "scaffold": ("strategy=scaffold",),
+    "ssd": ("strategy=fedavg", "method=ssd"),
     "layer-wise, calibration": (
         *("strategy=fedavg", "schedule=layer_wise", "regularizer=alignment", "calibration=auxiliary"),
     ),
