@@ -48,8 +48,8 @@ def expand_axes(overrides: Sequence[str], options: Mapping[str, Any]) -> list[li
 def axes_of(overrides: Sequence[str], options: Mapping[str, Any] = {}) -> dict[str, list[str]]:
     """Return the axes of the experiment, which those of ``options`` replace; raise `InputError` if one is no list."""
     chosen = _chosen(overrides)
-    given: Any = OmegaConf.to_container(compose_unresolved(chosen)[0].sweep)["axes"] if chosen else None
-    merged = {**(given or {}), **(options.get("axes") or {})}
+    sweep: Any = OmegaConf.to_container(compose_unresolved(chosen)[0].sweep) if chosen else {}
+    merged = {**(sweep.get("axes") or {}), **(options.get("axes") or {})}
     axes = {name: texts for name, texts in merged.items() if texts is not None}
     for name, texts in axes.items():
         if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):

@@ -1,10 +1,11 @@
 """Critical-difference diagram: mean ranks of strategies over scenarios (Demsar, JMLR 2006).
 
-A scenario is what runs share apart from strategy and seed; its value is the mean over the seeds that all strategies
+A scenario is what runs share apart from strategy, regularizer and seed; its value is the mean over the seeds that all strategies
 have. Ranks are compared by Friedman's test, and by Nemenyi's for all pairs: strategies that the bar connects do not
 differ significantly (p >= 0.05).
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import mean
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LEVEL = 0.95
+_OWN = ("strategy", "regularizer")  # groups of a strategy's settings: some select a regularizer
 Table = dict[str, dict[str, dict[str, float]]]  # scenario -> strategy -> seed -> value
 
 
@@ -29,8 +31,8 @@ def critical_difference(strategies: int, blocks: int) -> float:
     """Return Nemenyi's difference of mean ranks: q sqrt(k (k + 1) / (6 N)) for k strategies and N blocks."""
     from scipy.stats import studentized_range  # slow import
 
-    q = float(studentized_range.ppf(LEVEL, strategies, np.inf)) / np.sqrt(2)
-    return q * float(np.sqrt(strategies * (strategies + 1) / (6 * blocks)))
+    q = float(studentized_range.ppf(LEVEL, strategies, np.inf)) / math.sqrt(2)
+    return q * math.sqrt(strategies * (strategies + 1) / (6 * blocks))
 
 
 def complete_blocks(table: Table) -> dict[str, list[float]]:
@@ -81,9 +83,11 @@ def plot_critical_difference(runs: Sequence[Run]) -> PlotData:
 def _table(groups: Sequence[RunGroup], protocol: str) -> Table:
     table: Table = {}
     for group in groups:
-        own = {key: value for key, value in group.settings.items() if key.split(".")[0] == "strategy" and value}
-        others = {key: value for key, value in group.settings.items() if key.split(".")[0] != "strategy"}
-        options = [f"{key.partition('.')[2]}={value}" for key, value in own.items() if key != "strategy"]
+        own = {key: value for key, value in group.settings.items() if key.split(".")[0] in _OWN}
+        others = {key: value for key, value in group.settings.items() if key not in own}
+        options = [
+            f"{key.removeprefix('strategy.')}={value}" for key, value in own.items() if key != "strategy" and value
+        ]
         name = ", ".join([group.strategy, *options])
         values = {run.seed: run.results[protocol].value for run in group.runs if protocol in run.results}
         if values:

@@ -38,14 +38,19 @@ def test_ranks_over_scenarios(tmp_path: Path):
     accuracies = {"fedavg": (0.9, 0.6), "l_dawa": (0.7, 0.5), "fedu": (0.8, 0.7)}  # with alpha 0.1 and 1
     jobs = [(name, alpha, each[i]) for name, each in accuracies.items() for i, alpha in enumerate((0.1, 1))]
     runs = [
-        made(tmp_path / f"{name}{alpha}{seed}", f"strategy={name}", f"partition.alpha={alpha}", f"seed={seed}", knn=knn)
+        made(
+            tmp_path / f"{name}{alpha}{seed}",
+            *(f"strategy={name}", f"partition.alpha={alpha}", f"seed={seed}"),
+            *(["regularizer=prox"] if name == "fedu" else []),
+            knn=knn,
+        )
         for name, alpha, knn in jobs
         for seed in (0, 1)
     ]
     _, *rows = rows_of(write_plot("critical_difference", runs, tmp_path, **FORMATS))
     assert [(row[1], float(row[2]), row[3]) for row in rows] == [
         ("fedavg", 1.5, "2"),  # first and second
-        ("fedu", 1.5, "2"),
+        ("fedu, regularizer=prox", 1.5, "2"),
         ("l_dawa", 3.0, "2"),
     ]
     # Friedman: 12 / (2 * 3 * 4) * (3^2 + 3^2 + 6^2) - 3 * 2 * 4 = 3, and exp(-3 / 2) with two degrees of freedom.
