@@ -1,8 +1,8 @@
 """Critical-difference diagram: mean ranks of strategies over scenarios (Demsar, JMLR 2006).
 
-A scenario is what runs share apart from strategy, regularizer and seed; its value is the mean over the seeds that all strategies
-have. Ranks are compared by Friedman's test, and by Nemenyi's for all pairs: strategies that the bar connects do not
-differ significantly (p >= 0.05).
+A scenario is what runs share apart from strategy, regularizer and seed; its value is the mean over the seeds that all
+strategies have. Ranks are compared by Friedman's test, and by Nemenyi's for all pairs: strategies that the bar
+connects do not differ significantly (p >= 0.05).
 """
 
 import math
