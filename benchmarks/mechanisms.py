@@ -20,7 +20,7 @@ from fedssl.runs.run import Run, read_run
 from fedssl.text_table import markdown
 from strategies.fedu import DISTANCE, USE_GLOBAL_PREDICTOR
 
-RESULTS = ("linear_2_per_class", "linear_5_per_class", "knn")
+RESULTS = ("linear_2_per_class", "linear_5_per_class", "linear", "knn")
 
 
 def l_dawa(run: Run, _: Run) -> dict[str, float]:

@@ -88,10 +88,11 @@ def test_claims_have_the_papers_numbers_and_existing_rows():
 
 def test_every_gain_of_the_decision_tree_is_that_of_the_benchmark():
     tree = (CONF.parent / "docs" / "choosing.md").read_text().partition("## Which strategy?")[2].partition("\n## ")[0]
-    cited = re.findall(r"`([\w ]+)`(?: has)? ([+-][\d.]+) \(([+-][\d.]+) to ([+-][\d.]+)\)", tree)
+    cited = re.findall(r"`([\w ]+)`(?: has)? ([+-][\d.]+) \(([+-][\d.]+) to ([+-][\d.]+)\)( for BYOL)?", tree)
     rows = read_rows()
     assert len(cited) >= 10
-    for rule, *numbers in cited:
-        differences = paired(rows, (f"cpu/simclr/{rule}", "cpu/simclr/fedavg", "linear"))
+    for rule, *numbers, byol in cited:
+        suite, result = ("digits/byol", "linear_5_per_class") if byol else ("cpu/simclr", "linear")
+        differences = paired(rows, (f"{suite}/{rule}", f"{suite}/fedavg", result))
         gain = compare({rule: differences})[rule]
         assert numbers == [f"{number:+.1f}" for number in (gain.mean, gain.low, gain.high)], rule
