@@ -203,14 +203,15 @@ def count_rounds(components: RunComponents, update: ClientUpdate) -> list[RoundC
         attempted = Round(components.federation, state, oldest_resumable=oldest)
         bytes_up, state_rounds = 0, dict(state.state_rounds)
         for message, (client, slot) in zip(attempted.messages, attempted.slots.items(), strict=True):
-            layers, images = attempted.starts[slot.start].expected_upload.layers, len(parts[client])
+            start, images = attempted.starts[slot.start], len(parts[client])
+            layers, arrays = start.expected_upload.layers, start.expected_arrays.layers
             loaded = state.state_rounds.get(client, 0)
             state_rounds[client] = number if update.state_rounds[1] else loaded
             states = (loaded, state_rounds[client])
             # An integer has 7 bits in a byte of Flower's records, and one for the sign.
             key = (*layers, *(value.bit_length() // 7 for value in (number, images, *states)))
             if key not in sizes:
-                reply = replace(update, layers=layers, num_examples=images, state_rounds=states)
+                reply = replace(update, layers=layers, strategy_arrays=arrays, num_examples=images, state_rounds=states)
                 plan, codec = TrainPlan.from_content(message.content), components.context.codec
                 sizes[key] = content_bytes(reply.to_content(plan, codec))
             bytes_up += sizes[key]

@@ -103,8 +103,10 @@ class ScaffoldServer(ServerStrategy):
         self._trainable = frozenset(context.method.trainable)
 
     def arrays_to_send(self, model: GlobalModel, layers: Layers) -> Layers:
-        control = _control(model)
-        return {name: control[name] for name in layers if name in control}
+        """Return c, with zeros for weights that have not been trained, so that all rounds have equal sizes."""
+        state: ScaffoldState = model.strategy_state
+        known = {name: array for name, array in state.get("control", {}).items() if name in layers}
+        return zeros_like(layers, self._trainable) | known
 
     def arrays_to_receive(self, model: GlobalModel, layers: Layers) -> Layers:
         return zeros_like(layers, self._trainable)
@@ -120,10 +122,9 @@ class ScaffoldServer(ServerStrategy):
 
     def after_aggregation(self, done: AggregatedModel) -> tuple[ScaffoldState, dict[str, Any]]:
         assert isinstance(done.aggregator, ControlledSum)
-        control = dict(_control(done.model))
+        control = self.arrays_to_send(done.model, done.layers)
         for name, total in done.aggregator.total.items():
-            change = total / total.dtype.type(self._num_clients)
-            control[name] = np.asarray(control[name] + change if name in control else change)  # Eq. 5
+            control[name] = np.asarray(control[name] + total / total.dtype.type(self._num_clients))  # Eq. 5
         norm = sum(float(np.square(array, dtype=np.float64).sum()) for array in control.values()) ** 0.5
         return {"control": control}, {"control_norm": norm}
 
@@ -180,8 +181,3 @@ class Scaffold(FedSSLStrategy):
 
     def __init__(self, *, weighting: str = "uniform", server_lr: float = 1.0) -> None:
         super().__init__(ScaffoldServer(make_weighted_mean(weighting), server_lr=server_lr), ScaffoldClient())
-
-
-def _control(model: GlobalModel) -> Layers:
-    state: ScaffoldState = model.strategy_state
-    return state.get("control", {})

@@ -34,6 +34,7 @@ LOCAL = EngineChoice("local", 1, "")
         ["method=orchestra", "wire_dtype=int8"],  # a server side, and differences
         pytest.param(["method=byol", "strategy=fedu", "wire_dtype=fp16"], marks=pytest.mark.heavy),  # parts, a state
         pytest.param(["schedule=layer_wise", "method=byol"], marks=pytest.mark.heavy),  # phases
+        pytest.param(["schedule=layer_wise", "strategy=scaffold"], marks=pytest.mark.heavy),  # arrays of the strategy
         ["schedule=progressive", "calibration=auxiliary", "calibration.epochs=0"],  # all stages, in every round
         ["strategy.weighting=examples", "rounds=11", "clients_per_round=2", "checkpoint_every=3"],  # longer numbers
     ],
