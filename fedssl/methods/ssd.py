@@ -10,8 +10,6 @@ evaluated. Transcribed from a summary of the paper and the interface of the auth
 - the projection has no gradient in PD, whose target it is.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -59,7 +57,8 @@ class SSD(AlignUniform):
         self,
         encoder: Encoder,
         *,
-        projector: Callable[..., MLP],
+        hidden_dim: int,
+        num_layers: int,
         uniformity_weight: float,
         t: float,
         separation_weight: float,
@@ -67,10 +66,10 @@ class SSD(AlignUniform):
         scale: float,
         share: float,
     ) -> None:
-        def square(dim: int) -> MLP:
-            return projector(dim, out_dim=dim)
+        def projector(dim: int) -> MLP:
+            return MLP(dim, hidden_dim=hidden_dim, out_dim=dim, num_layers=num_layers)
 
-        super().__init__(encoder, projector=square, uniformity_weight=uniformity_weight, t=t)
+        super().__init__(encoder, projector=projector, uniformity_weight=uniformity_weight, t=t)
         self.separation_weight, self.distillation_weight = separation_weight, distillation_weight
         self.scale, self.share = scale, share
         self.scales: Tensor

@@ -12,13 +12,13 @@ from fedssl.model_arrays import copy_arrays
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 
 
-class _InnerProduct(torch.autograd.Function):
-    """Sum of the inner products of two lists of tensors, with few operations and a gradient for the second."""
+class _Slope(torch.autograd.Function):
+    """Function of tensors with constant gradients and the value 0."""
 
     @staticmethod
     def forward(ctx: Any, slopes: list[Tensor], *weights: Tensor) -> Tensor:
         ctx.slopes = slopes
-        return torch.stack([product.sum() for product in torch._foreach_mul(list(weights), slopes)]).sum()
+        return weights[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -32,7 +32,8 @@ class Linear(Regularizer):
     \mathcal{L}(w) = \ell(w) + \langle a, w \rangle
     $$
 
-    with $\ell$ the loss of the method, w the trained weights, and a the slope of the last `load`.
+    with $\ell$ the loss of the method, w the trained weights, and a the slope of the last `load`. The value of the
+    term, whose origin is arbitrary, is left out of the loss, so that losses of clients and rounds can be compared.
     """
 
     def __init__(self) -> None:
@@ -53,5 +54,5 @@ class Linear(Regularizer):
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
         if not self._trained:
             return loss
-        product: Tensor = _InnerProduct.apply(self._slopes, *self._trained)
-        return loss + product
+        term: Tensor = _Slope.apply(self._slopes, *self._trained)
+        return loss + term

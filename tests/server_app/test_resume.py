@@ -24,7 +24,7 @@ CASES = {
     "feddyn": ["strategy=feddyn", "clients_per_round=2", "model_average=ema"],
     "moon": ["strategy=moon", "clients_per_round=2", "optimizer=sam"],
     "fedsc": ["method=fedsc", *HEAD, "strategy=fedavg", "clients_per_round=2"],
-    "ssd": ["method=ssd", "method.projector.hidden_dim=16", "strategy=fedavg"],
+    "ssd": ["method=ssd", "method.hidden_dim=16", "strategy=fedavg"],
     "featarc": ["strategy=featarc", "method=byol", "strategy.num_images=16"],
     "featarc at the server": ["strategy=featarc", "strategy.num_images=16", "strategy.assign_at=server"],
     "clustered by loss": ["strategy=clustered", "strategy.num_images=16", "strategy.assign_by=loss"],

@@ -27,11 +27,11 @@ def test_the_gradient_of_a_linear_term_is_its_slope():
     method, term = Small(), Linear()  # with the weights (1, 2, 2)
     step = RegularizerInput(method, None, (), None)
     assert term.apply(torch.tensor(10.0), step).item() == 10  # nothing is loaded
-    for slope, product in (({"encoder.weight": np.array([2, -1, 3], np.float32)}, 2 - 2 + 6), ({}, 0)):
+    for slope in ({"encoder.weight": np.array([2, -1, 3], np.float32)}, {}):
         method.zero_grad()
         term.load(method, slope)
         loss = term.apply(torch.tensor(10.0), step)
-        assert loss.item() == 10 + product
+        assert loss.item() == 10
         loss.backward()
         assert method.encoder.weight.grad.tolist() == slope.get("encoder.weight", np.zeros(3)).tolist()
 

@@ -43,7 +43,7 @@ def scales(folder, client, *, before):
 
 
 def test_clients_keep_their_own_dimensions(tmp_path):
-    federation = Federation(tmp_path, "method=ssd", "strategy=fedavg", "method.projector.hidden_dim=8")
+    federation = Federation(tmp_path, "method=ssd", "strategy=fedavg", "method.hidden_dim=8")
     federation.run(1)
     first = [scales(tmp_path, client, before=2) for client in range(3)]
     federation.run(1)
@@ -56,14 +56,14 @@ def test_clients_keep_their_own_dimensions(tmp_path):
 
 
 def test_without_its_terms_it_is_alignment_and_uniformity(tmp_path):
-    heads = ["strategy=fedavg", "method.projector.hidden_dim=8"]
-    off = ["method.separation_weight=0", "method.distillation_weight=0"]
-    ssd = Federation(tmp_path / "ssd", "method=ssd", *heads, *off)
+    off = ["method.hidden_dim=8", "method.separation_weight=0", "method.distillation_weight=0"]
+    ssd = Federation(tmp_path / "ssd", "method=ssd", "strategy=fedavg", *off)
     layers = ssd.run(2)
     plain = Federation(
         tmp_path / "plain",
         "method=fed_align_uniform",
-        *heads,
+        "strategy=fedavg",
+        "method.projector.hidden_dim=8",
         f"method.projector.out_dim={ssd.method.encoder.feature_dim}",
     ).run(2)
     for name, layer in plain.items():
