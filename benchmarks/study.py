@@ -2,7 +2,7 @@
 
     uv run python -m benchmarks.study digits --minutes 240
     uv run python -m benchmarks.study cifar10 --data '/my/cifar10/*.parquet' --minutes 1200 --jobs 2
-    uv run python -m benchmarks.study digits --minutes 0 --figure norms.png
+    uv run python -m benchmarks.study digits --minutes 0 --parts "alpha 0.1" --figure norms.png
 
 Runs what has no entry in fedssl_bench/studies.jsonl, part by part and one process per job, adds the results, and prints
 the tables of all entries. `--parts`, `--rows`, `--rates` and `--seeds` select what runs now. An entry has a digest of
@@ -184,12 +184,14 @@ def _rounded(values: Iterable[float]) -> list[float]:
     return [float(f"{value:.5g}") for value in values]
 
 
-def draw(study: str, entries: Sequence[Entry], file: Path, *, part: str = "alpha 0.1") -> None:
+def draw(study: str, entries: Sequence[Entry], file: Path, part: str) -> None:
     """Plot norms and accuracy over rounds for the rows of a part, means over seeds."""
     groups: dict[str, list[Entry]] = defaultdict(list)
     for each in entries:
         if (each.study, each.part) == (study, part):
             groups[f"{each.row}, lr {each.rate:g}"].append(each)
+    if not groups:
+        sys.exit(f"{study} has no entries of the part {part!r} to plot; run it, or name another one with --parts")
     selected = STUDIES[study].selected_by
     panels = [*next(iter(groups.values()))[0].norms, selected]
     figure = new_figure(height=2.8, width=3 * len(panels))
@@ -246,7 +248,7 @@ def main() -> None:
     entries = list(read().values())
     print(tables(options.study, entries))
     if options.figure:
-        draw(options.study, entries, options.figure)
+        draw(options.study, entries, options.figure, options.parts[0] if options.parts else "alpha 0.1")
 
 
 if __name__ == "__main__":
