@@ -34,7 +34,8 @@ MEAN, CLIENTS, OWN, SUM, STEPS, LAST = (
 def clip_norm(z: Tensor, *, square: float) -> Tensor:
     """Shorten vectors ``(batch, dim)`` whose squared norm is above ``square`` to that norm."""
     z = at_least_float32(z)
-    return z * (square**0.5 / z.norm(dim=1, keepdim=True).clamp(min=square**0.5))
+    shortened: Tensor = z * (square**0.5 / z.norm(dim=1, keepdim=True).clamp(min=square**0.5))
+    return shortened
 
 
 def correlation(z1: Tensor, z2: Tensor) -> Tensor:

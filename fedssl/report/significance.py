@@ -124,7 +124,7 @@ def seeds_for(spread: float, *, difference: float = 1.0) -> int:
     from scipy.stats import norm
 
     # The number for a known spread, which is smaller than that of the t-test by two or three.
-    start = (norm.ppf((1 + LEVEL) / 2) + norm.ppf(POWER)) ** 2 * (spread / difference) ** 2
+    start = float((norm.ppf((1 + LEVEL) / 2) + norm.ppf(POWER)) ** 2 * (spread / difference) ** 2)
     counts = itertools.count(max(2, math.floor(start)))
     return next(n for n in counts if spread == 0 or power(difference, spread, seeds=n) >= POWER)
 
