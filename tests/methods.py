@@ -16,6 +16,7 @@ MASKED: dict[str, list[str]] = {
     "ibot": [*VIT, "augmentation=digits_ibot"],
     "ijepa": [*VIT, "augmentation=digits_ijepa"],
     "mae": [*VIT, "encoder.patch=2", "augmentation=digits_mae"],
+    "mar": [*VIT, "encoder.patch=2", "augmentation=digits_mae"],
 }
 # Every mechanism of a method once: targets, parts of the server side, local state, masks, targets of images.
 TYPICAL = ("byol", "dino", "distillation", "fedca", "mae", "orchestra", "simclr", "swav")

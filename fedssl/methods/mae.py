@@ -114,7 +114,10 @@ class MAE(SSLMethod):
 
     def predict(self, view: View) -> tuple[Tensor, Tensor]:
         """Return the predicted and the true pixels of the hidden patches, each ``(batch, hidden, pixels)``."""
-        tokens, mask = encode_visible(self.encoder, view)
+        return self.decode(view, *encode_visible(self.encoder, view))
+
+    def decode(self, view: View, tokens: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+        """Return the same as `predict`, from the result of `encode_visible`."""
         patches = patchify(view.images, self.encoder.patch_size)
         return self.decoder(tokens, mask).flatten(1, 2), gather_patches(patches, mask.indices[1].flatten(1))
 

@@ -9,7 +9,7 @@ import pytest
 
 from simulation.run import run
 from tests.cases import some
-from tests.methods import save_teacher
+from tests.methods import overrides_of, save_teacher
 from tests.resuming import repeat_from
 from tests.test_digests import BASE, line_digests, model_digests, state_digests
 
@@ -23,6 +23,7 @@ CASES = {
     "scaffold": ["strategy=scaffold", "clients_per_round=2", "model_average=last", "model_average.rounds=2"],
     "feddyn": ["strategy=feddyn", "clients_per_round=2", "model_average=ema"],
     "moon": ["strategy=moon", "clients_per_round=2", "optimizer=sam"],
+    "mar": [*overrides_of("mar"), "strategy=fedavg", "clients_per_round=2"],
     "fedsc": ["method=fedsc", *HEAD, "strategy=fedavg", "clients_per_round=2"],
     "ssd": ["method=ssd", "method.hidden_dim=16", "strategy=fedavg"],
     "featarc": ["strategy=featarc", "method=byol", "strategy.num_images=16"],

@@ -102,6 +102,8 @@ REFUSED = {
     "mae decoder_width=0": "an integer from 1 to 65536",
     "mae decoder_depth=0": "an integer from 1 to 1000",
     "mae decoder_heads=0": "an integer from 1 to 65536",
+    "mar gamma_max=-1": "a number of at least 0",
+    "mar num_latents=1": "an integer from 2 to 65536",
     "lejepa lambd=1.5": "at most 1",
     "lejepa num_slices=0": "an integer from 1 to 65536",
     "lejepa num_points=1": "an integer from 2 to 1024",
@@ -233,7 +235,7 @@ def test_every_yaml_builds(file: str) -> None:
     assert method.loss(batch if method.uses_labels else method.inputs(batch)).isfinite()
 
 
-@pytest.mark.parametrize("name", ["dino", "fedca", "ibot", "lejepa", "orchestra", "simclr", "swav", "vicreg"])
+@pytest.mark.parametrize("name", ["dino", "fedca", "ibot", "lejepa", "mar", "orchestra", "simclr", "swav", "vicreg"])
 def test_bf16_passes_end_in_a_loss_of_full_precision(name: str) -> None:
     settings = compose(["encoder.width=4", *overrides_of(name)])
     method = build_method(settings.model)
