@@ -2,12 +2,15 @@
 
 Dimension-scaled regularization (DSR) lets the projections of each client extend along dimensions of its own, so that
 those of different clients are far apart. Projector distillation (PD) passes this on to the representations, which are
-evaluated. Transcribed from a summary of the paper and the interface of the authors' code, unverified against both:
+evaluated. Transcribed from a summary of the paper, unverified against it. The authors' code differs from the summary,
+and this implementation from both:
 
-- a client draws its dimensions in its first round, a ``share`` of all, as an option of the code does. In the paper the
-  server assigns disjoint sets, a share of 1 / K for K clients;
-- the scaled projection is normalized, as is the default of the code, and in the paper it is not;
-- the projection has no gradient in PD, whose target it is.
+- a client draws its dimensions in its first round, a ``share`` of all, and two clients may have some in common. In the
+  paper and in the code the server assigns disjoint sets, a share of 1 / K for K clients. The code turns the axes;
+- the scaled projection is normalized, as in the code, and in the summary it is not. The code divides the norm over the
+  batch by its size, which is a smaller term than the mean of squares here and in the summary;
+- PD is the summary's, except that the projection, its target, has no gradient. The code has KL(softmax(z / 0.5),
+  softmax(h / 0.5)) with a gradient of both.
 """
 
 import torch
