@@ -161,7 +161,7 @@ def tested(claims: Iterable[Claim], rows: Rows) -> dict[tuple[str, Comparison], 
     for claim in claims:
         if one := chosen(claim, rows):
             found[claim.paper][one] = paired(rows, one)
-    results = {}
+    results: dict[tuple[str, Comparison], Difference] = {}
     for paper, values in found.items():
         compared = compare({"\t".join(one): row for one, row in values.items()})
         results |= {(paper, one): compared["\t".join(one)] for one in values}

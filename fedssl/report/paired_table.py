@@ -1,7 +1,7 @@
 """Differences of rows from the row with one other choice, such as ``strategy=fedavg``, paired by seed."""
 
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import median, median_low
 
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import IN_PERCENT
@@ -49,7 +49,7 @@ def paired_table(runs: Sequence[Run], reference: str) -> TextTable:
             settings = [text_cell(pairs[index][0].settings.get(name, "")) for name in keys]
             rows.append([*settings, text_cell(name), *_cells(compared[str(index)], len(paired))])
         if found:
-            spread, seeds = median(row.spread for row in compared.values()), min(map(len, found.values()))
+            spread, seeds = median(row.spread for row in compared.values()), median_low(map(len, found.values()))
             notes.append(f"{name}: {detectable(spread, seeds=seeds):.2g} points with {seeds} seeds")
     if not rows:
         raise InputError(
@@ -92,6 +92,6 @@ def _cells(row: Difference, seeds: int) -> list[TableCell]:
         TableCell(f"{row.mean:+.1f} ± {row.spread:.1f}", numbers=(row.mean, row.spread)),
         TableCell(f"{row.low:+.1f} to {row.high:+.1f}", numbers=(row.low, row.high)),
         TableCell(f"{row.p:.3f}", numbers=(row.p,)),
-        TableCell(f"{row.effect:+.1f}", numbers=(row.effect,)),
+        TableCell(f"{row.effect:+.1f}" if seeds > 2 else "-", numbers=(row.effect,)),
         TableCell(str(row.seeds), numbers=(row.seeds,)),
     ]
