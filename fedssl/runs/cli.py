@@ -65,6 +65,11 @@ def best_runs(options: argparse.Namespace) -> str:
     from fedssl.runs.reliability import reliability  # imports SciPy, which is slow
 
     metric, overrides = options.metric, options.overrides
+    if options.by is not None and options.by not in LABEL_FREE:
+        raise InputError(
+            f"--by {options.by} is none of {', '.join(LABEL_FREE)}, which need no labels; choose one of them, or write "
+            "`fedssl-runs best METRIC` for another result"
+        )
     if options.by is not None:  # the first argument is no metric
         metric, overrides = options.by, [*filter(None, [options.metric]), *overrides]
     if metric is None:
@@ -190,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     listing = commands.add_parser("list", help="all runs, newest first")
     ranking = commands.add_parser("best", help="finished runs by a final result, the best first")
     ranking.add_argument("metric", metavar="METRIC", nargs="?", help="a final result, e.g. knn; none with --by")
-    ranking.add_argument("--by", choices=LABEL_FREE, help="rank by a result that needs no labels")
+    ranking.add_argument("--by", metavar="|".join(LABEL_FREE), help="rank by a result that needs no labels")
     ranking.add_argument("--seeds", action="store_true", help="one row per run instead of one for all seeds")
     for command in (listing, ranking):
         command.add_argument(

@@ -162,7 +162,7 @@ function showRun(run) {
   write(section.querySelector("h2"), run.name);
   const facts = [run.state, `${run.done} of ${run.rounds ?? "?"} rounds`];
   if (run.left !== null) facts.push(`${duration(run.left)} left`);
-  if (run.reason) facts.push(run.reason);
+  facts.push(...[run.reason, run.note].filter(Boolean));
   write(byId("facts"), facts.join(", "));
   list("problems", run.problems);
   list("dropped", run.dropped.length ? run.dropped.map(([round, reasons]) => `round ${round}: ${Object.entries(reasons).map(([client, reason]) => `client ${client}: ${reason}`).join("; ")}`.slice(0, 400)) : ["none"]);

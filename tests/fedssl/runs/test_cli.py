@@ -151,6 +151,7 @@ def test_show(runs, command):
             ["list", "{runs}", "status=interupted"],
             "no status=interupted; did you mean interrupted or pruned; choose one of finished",
         ),
+        (["best", "--by", "foo"], "--by foo is none of rankme, alpha_req, lidar"),
         (["list", "nowhere"], "there is no folder nowhere"),
         (["list"], "there is neither runs nor multirun here"),
         (["show", "{runs}"], "is not a run folder"),

@@ -79,7 +79,14 @@ def test_a_run_has_the_baselines_of_an_equal_task_before_its_end(folder: Path):
         (other / "summary.json").unlink()
         (other / "config.yaml").write_text(json.dumps({**settings, **changed}))
     watcher = Watcher([folder.parent])
-    found = {run["name"]: watcher.details(run["id"])["baselines"] for run in watcher.overview()["runs"]}
+    details = {run["name"]: watcher.details(run["id"]) for run in watcher.overview()["runs"]}
+    assert {name: of["note"].partition(",")[0] for name, of in details.items()} == {
+        "a": "",
+        "equal": "",
+        "other_seed": "no line of untrained",
+        "other_data": "no line of untrained and pixels",
+    }
+    found = {name: of["baselines"] for name, of in details.items()}
     both = {"untrained": {"knn": 20}, "pixels": {"knn": 40}}  # of the results that the rounds have
     assert found == {
         "a": both,
