@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from fedssl.classify.classifier import Classifier, fit
-from fedssl.classify.label_next import next_to_label, unit_features
+from fedssl.classify.label_next import next_to_label
 from fedssl.config.load import compose
 from fedssl.datasets.base import load_split
+from fedssl.embedding.unit_features import unit_features
 from fedssl.evaluation.features import extract, pixels
 from fedssl.evaluation.sampling import sample_per_class
 from fedssl.evaluation.scores import Score

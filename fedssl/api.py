@@ -5,13 +5,11 @@ command; a run that fails raises `fedssl.RunError`. A run leaves nothing behind 
 `fedssl.machine.process_state`.
 """
 
-import base64
-import io
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from html import escape
 from importlib import import_module
 from pathlib import Path
@@ -155,10 +153,11 @@ class Figures(dict[str, "Figure"]):
     """Figures of matplotlib by name, which a notebook displays."""
 
     def _repr_html_(self) -> str:
+        from fedssl.pages import base64_of
+
         images = []
         for name, figure in self.items():
-            figure.savefig(stream := io.BytesIO(), format="png", dpi=100)
-            data = base64.b64encode(stream.getvalue()).decode()
+            data = base64_of(partial(figure.savefig, format="png", dpi=100))
             images.append(f'<img alt="{escape(name)}" src="data:image/png;base64,{data}">')
         return "<br>".join(images)
 

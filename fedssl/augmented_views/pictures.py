@@ -1,7 +1,5 @@
 """Images and views of any number of channels and any dtype as PNG files in base64."""
 
-import io
-from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +10,7 @@ from torch import Tensor
 
 from fedssl.augmentation import Augmentation
 from fedssl.datasets.raster import unit_values
+from fedssl.pages import base64_of
 from fedssl.views import View
 
 MAX_PIXELS = 256  # height and width of a picture; larger ones are reduced
@@ -59,9 +58,7 @@ class Display:
         pixels = (scaled.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
         picture = Image.fromarray(pixels[:, :, 0] if len(self.bands) == 1 else pixels)
         picture.thumbnail((MAX_PIXELS, MAX_PIXELS), Image.Resampling.BOX)
-        stream = io.BytesIO()
-        picture.save(stream, format="png")
-        return b64encode(stream.getvalue()).decode()
+        return base64_of(lambda stream: picture.save(stream, format="png"))
 
 
 def view_values(view: View, augment: Augmentation, *, patch: int | None) -> Tensor:

@@ -19,7 +19,7 @@ import numpy as np
 
 from fedssl.atomic_files import write_text
 from fedssl.classify.classifier import Classifier
-from fedssl.classify.label_next import FEW, next_to_label, unit_features
+from fedssl.classify.label_next import FEW, next_to_label
 from fedssl.classify.labeled import UNLABELED, LabeledImages, list_labeled, read_labeled, without_labels
 from fedssl.classify.onnx_file import NUM_CHECKED, check_packages, write_onnx
 from fedssl.classify.options import Options, check_outputs, classify_options
@@ -28,6 +28,7 @@ from fedssl.classify.validation import train
 from fedssl.config.commands import run_with_overrides
 from fedssl.embedding import Embedder, Embeddings, load_embedder
 from fedssl.embedding.embeddings import embed_list, list_for
+from fedssl.embedding.unit_features import unit_features
 from fedssl.errors import InputError
 from fedssl.text_table import to_csv
 

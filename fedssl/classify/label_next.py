@@ -33,21 +33,13 @@ _FACTOR = 10  # uncertain images per image to choose
 _BLOCK = 2**24  # cosines computed at a time
 
 
-def unit_features(features: np.ndarray, *, center: np.ndarray) -> np.ndarray:
-    """Return centered features ``(n, dim)`` of length 1, float32; those in the center remain 0."""
-    x = (features - center).astype(np.float32)
-    lengths = np.linalg.norm(x, axis=1, keepdims=True)
-    unit: np.ndarray = x / np.where(lengths > 0, lengths, 1)
-    return unit
-
-
 def next_to_label(
     pool: np.ndarray, labeled: np.ndarray, *, count: int, margins: np.ndarray | None, seed: int
 ) -> list[int]:
     """Return up to ``count`` rows of the pool to label next, the most useful first.
 
     Near duplicates of labeled images, and of images before them, are left out. ``pool`` and ``labeled`` are
-    `unit_features` ``(n, dim)``. ``margins`` ``(n,)`` are the differences of the two highest
+    `fedssl.embedding.unit_features` ``(n, dim)``. ``margins`` ``(n,)`` are the differences of the two highest
     probabilities; None for typical images.
     """
     new = np.flatnonzero(largest_cosines(pool, labeled) < DUPLICATE)

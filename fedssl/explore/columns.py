@@ -1,11 +1,12 @@
 """Values of images by which a page colors, lists and searches them: a number for each image and the text of each."""
 
 import itertools
-from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from fedssl.pages import base64_of
 
 MISSING = "(none)"
 _MAX_NUMBERS = 20  # different numbers up to which each has a color; more are divided into ranges
@@ -41,7 +42,8 @@ class Column:
 
 def encode(values: np.ndarray) -> str:
     """Return the bytes of an array, little-endian, in base64."""
-    return b64encode(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()).decode()
+    content = values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
+    return base64_of(lambda stream: stream.write(content))
 
 
 def coded(title: str, codes: np.ndarray, names: Sequence[str]) -> Column:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -15,35 +15,10 @@ from fedssl.explore.thumbnails import Sheets, thumbnail_size
 from fedssl.safe_io import valid_text
 from fedssl.seeding import numpy_generator
 
+if TYPE_CHECKING:  # it imports torch
+    from fedssl.explore.run_images import RunImages
+
 _THUMBNAILS = 256  # decoded at once
-
-
-class Images(Protocol):
-    """Images that are decoded when they are used. Rows are ascending numbers of these images."""
-
-    @property
-    def name(self) -> str:
-        """Name of the images, without the folders above them."""
-
-    def __len__(self) -> int: ...
-
-    def blocks(self, size: int) -> Iterator[Block]:
-        """Yield all images in order, ``size`` at a time."""
-
-    def decode(self, rows: np.ndarray, *, size: int) -> np.ndarray:
-        """Return the images in another size, ``(n, channels, size, size)``."""
-
-    def names(self, rows: np.ndarray) -> list[str]:
-        """Return the names of the images."""
-
-    def columns(self, rows: np.ndarray, further: Sequence[str]) -> list[Column]:
-        """Return what is known about the images, and further columns of their source."""
-
-    def check(self, unreadable: dict[int, str]) -> str:
-        """Return a warning about unreadable images, or an empty text; `InputError` if none is readable."""
-
-    def sampled(self, limit: int) -> "Images":
-        """Return at most ``limit`` of the images, always the same."""
 
 
 def sample(count: int, limit: int) -> np.ndarray:
@@ -53,7 +28,7 @@ def sample(count: int, limit: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PathImages:
-    """Images of a path."""
+    """Images of a path, decoded when they are used. Rows are their ascending numbers."""
 
     name: str
     images: ImageList
@@ -93,6 +68,9 @@ class PathImages:
         return replace(self, images=self.images.at(sample(len(self), limit)))
 
 
+Images: TypeAlias = "PathImages | RunImages"
+
+
 @dataclass(frozen=True)
 class Collected:
     """The readable images of a page."""
@@ -118,7 +96,7 @@ def collect(
     Parameters
     ----------
     images, embedder
-        See `Images` and `fedssl.embedding.Embedder`.
+        See `PathImages`, `fedssl.explore.run_images.RunImages` and `fedssl.embedding.Embedder`.
     known : dict or None
         Features by the names of the images, which are then not computed.
     bands, further

@@ -1,7 +1,4 @@
-"""Nearest neighbors, near-duplicates and outliers by the cosine of centered features, in blocks of constant memory.
-
-Features are centered, because representations behind a ReLU all have high cosines.
-"""
+"""Nearest neighbors, near-duplicates and outliers by the cosine of centered features, in blocks of constant memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 BLOCK_VALUES = 2**22  # cosines in memory
-_ROUNDING = 1e-5  # of cosines, and of a centered feature compared with its length before
+_ROUNDING = 1e-5  # of cosines
 
 
 @dataclass(frozen=True)
@@ -19,20 +16,6 @@ class Pairs:
     rows: np.ndarray  # int64, ``(m, 2)``, ascending in each pair
     cosines: np.ndarray  # float32, ``(m,)``
     total: int  # number of pairs, of which these are the first
-
-
-def unit_features(features: np.ndarray) -> np.ndarray:
-    """Center features ``(n, dim)`` and scale them to length 1, float32 ``(n, dim + 1)``.
-
-    A feature equal to the mean has no direction; it becomes the last unit vector. The features of a collapsed encoder,
-    or of equal images, therefore have the cosine 1.
-    """
-    exact = features.astype(np.float64)
-    centered = exact - exact.mean(axis=0)
-    lengths = np.linalg.norm(centered, axis=1)
-    is_mean = lengths <= _ROUNDING * np.linalg.norm(exact, axis=1)
-    centered[is_mean], lengths[is_mean] = 0, 1
-    return np.column_stack([centered / lengths[:, None], is_mean]).astype(np.float32)
 
 
 def nearest_neighbors(unit: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:

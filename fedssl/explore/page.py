@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fedssl.embedding.unit_features import unit_features
 from fedssl.explore.clusters import Clusters, find_clusters
 from fedssl.explore.columns import Column, coded, encode
 from fedssl.explore.images import Collected
-from fedssl.explore.neighbors import Pairs, close_pairs, nearest_neighbors, outlier_scores, unit_features
+from fedssl.explore.neighbors import Pairs, close_pairs, nearest_neighbors, outlier_scores
 from fedssl.explore.projection import project
 from fedssl.pages import render
 

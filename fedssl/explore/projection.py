@@ -10,6 +10,7 @@ import numpy as np
 
 from fedssl.config.overrides import did_you_mean
 from fedssl.errors import InputError
+from fedssl.plots.tsne import tsne
 from fedssl.seeding import derive_seed
 
 METHODS = ("auto", "umap", "tsne", "pca")
@@ -46,7 +47,7 @@ def project(unit: np.ndarray, *, method: str) -> Projection:
     if method == "pca":
         points, how = reduced[:, :2], "PCA: distances in the plane show the two main directions only"
     elif method == "tsne":
-        points, how = _tsne(reduced), "t-SNE: near points have similar features, far distances have no meaning"
+        points, how = tsne(reduced), "t-SNE: near points have similar features, far distances have no meaning"
     else:
         points, how = _umap(reduced), "UMAP: near points have similar features, far distances have no meaning"
     points = np.pad(points, ((0, 0), (0, 2 - points.shape[1])))  # of a single dimension
@@ -70,23 +71,10 @@ def principal_components(features: np.ndarray, count: int) -> np.ndarray:
     return coordinates.astype(np.float32)
 
 
-def _tsne(features: np.ndarray) -> np.ndarray:
-    from sklearn.manifold import TSNE
-    from threadpoolctl import threadpool_limits
-
-    reducer = TSNE(perplexity=min(30.0, (len(features) - 1) / 3), init="pca", random_state=_seed("t-SNE"))
-    with threadpool_limits(limits=1):  # sums of several threads depend on their order
-        points: np.ndarray = reducer.fit_transform(features)
-    return points
-
-
 def _umap(features: np.ndarray) -> np.ndarray:
     from umap import UMAP
 
-    reducer = UMAP(n_neighbors=min(15, len(features) - 1), init="pca", random_state=_seed("UMAP"), n_jobs=1)
+    seed = derive_seed(0, "UMAP") % 2**32
+    reducer = UMAP(n_neighbors=min(15, len(features) - 1), init="pca", random_state=seed, n_jobs=1)
     points: np.ndarray = reducer.fit_transform(features)
     return points
-
-
-def _seed(name: str) -> int:
-    return derive_seed(0, name) % 2**32

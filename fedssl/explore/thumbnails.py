@@ -1,7 +1,5 @@
 """Thumbnails on sheets of a page: WebP images with many thumbnails each, in base64."""
 
-import io
-from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +7,7 @@ import numpy as np
 from PIL import Image
 
 from fedssl.datasets.raster import convert
+from fedssl.pages import base64_of
 
 SIZES = (96, 80, 64, 48, 32, 16)  # heights and widths; multiples of WebP's blocks, so that neighbors do not mix
 MAX_PIXELS = 24_000_000  # of all thumbnails of a page: about 4 MB for photos and at most 30 MB
@@ -64,7 +63,6 @@ class Sheets:
         sheet = np.zeros((rows * self.columns, self.size, self.size, 3), np.uint8)
         sheet[: len(self._open)] = self._open
         grid = sheet.reshape(rows, self.columns, self.size, self.size, 3).swapaxes(1, 2)
-        stream = io.BytesIO()
-        Image.fromarray(grid.reshape(rows * self.size, -1, 3)).save(stream, "webp", quality=_QUALITY, method=4)
-        self.encoded.append(b64encode(stream.getvalue()).decode())
+        picture = Image.fromarray(grid.reshape(rows * self.size, -1, 3))
+        self.encoded.append(base64_of(lambda stream: picture.save(stream, "webp", quality=_QUALITY, method=4)))
         self._open.clear()

@@ -6,11 +6,13 @@ Text is escaped. The Content-Security-Policy allows this script alone, by its ha
 may be sent to others: absolute paths are shortened (`hide_paths`).
 """
 
+import io
 import re
 from base64 import b64encode
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context
 from jinja2.runtime import Context
@@ -56,6 +58,12 @@ def render(
             style=Markup(_own_file("pages/base.css") + _own_file(f"{name}.css")),
         )
     )
+
+
+def base64_of(write: Callable[[BinaryIO], object]) -> str:
+    """Return what a function writes to a file, such as a picture, in base64."""
+    write(stream := io.BytesIO())
+    return b64encode(stream.getvalue()).decode()
 
 
 def hide_paths(text: str, *, root: Path | None = None) -> str:

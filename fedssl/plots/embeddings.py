@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedssl.plots.style import BLUE, PlotData, class_colors, new_figure
+from fedssl.plots.tsne import tsne
 from fedssl.runs.representations import Representations, read_representations
-from fedssl.seeding import derive_seed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,27 +84,6 @@ def _rows(representations: Representations, points: np.ndarray, axes: str) -> li
     ]
 
 
-def tsne(h: np.ndarray) -> np.ndarray:
-    """Compute the joint t-SNE (van der Maaten and Hinton, 2008) of several models' representations.
-
-    ``h`` is ``(models, n, dim)`` with at least 2 points, the result float32 ``(models, n, 2)``. It does not depend on
-    the number of cores.
-    """
-    from sklearn.manifold import TSNE
-    from threadpoolctl import threadpool_limits
-
-    points = h.reshape(-1, h.shape[-1]).astype(np.float32)
-    reducer = TSNE(
-        perplexity=min(30.0, (len(points) - 1) / 3),
-        # Equal points have no principal directions.
-        init="pca" if np.ptp(points, axis=0).any() else "random",
-        random_state=derive_seed(0, "t-SNE") % 2**32,
-    )
-    with threadpool_limits(limits=1):  # sums of several threads depend on their order
-        flat: np.ndarray = reducer.fit_transform(points)
-    return flat.reshape(*h.shape[:2], 2)
-
-
 def on_sphere(h: np.ndarray) -> tuple[np.ndarray, float]:
     """Project representations ``(n, dim)`` of length 1 or 0 to the unit sphere; 3 dimensions are unchanged.
 
@@ -125,8 +104,9 @@ def on_sphere(h: np.ndarray) -> tuple[np.ndarray, float]:
 
 def tsne_points(representations: Representations) -> np.ndarray:
     """Compute the t-SNE of all models for at most `MAX_POINTS` points, ``(models, images, 2)``."""
-    models, n, _ = representations.h.shape
-    return tsne(representations.h[:, : max(1, min(n, MAX_POINTS // models))])
+    models, n, dim = representations.h.shape
+    used = representations.h[:, : max(1, min(n, MAX_POINTS // models))]
+    return tsne(used.reshape(-1, dim).astype(np.float32)).reshape(models, -1, 2)
 
 
 def tsne_figure(representations: Representations, points: np.ndarray, *, round: int) -> "Figure":

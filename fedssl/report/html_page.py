@@ -4,11 +4,9 @@ Figures that compare runs and the partitions come first, tables next, figures of
 images, which a browser isolates from the page.
 """
 
-import io
 import itertools
 import os
 import time
-from base64 import b64encode
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score, column_title
-from fedssl.pages import hide_paths, render
+from fedssl.pages import base64_of, hide_paths, render
 from fedssl.plots.registry import PLOTS
 from fedssl.plots.style import sanitize_texts
 from fedssl.report.accuracy_table import score_cell
@@ -237,7 +235,5 @@ def svg(figure: "Figure") -> str:
     for text in figure.findobj(Text):
         text.set_text(hide_paths(text.get_text()))
     sanitize_texts(figure)
-    stream = io.BytesIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedssl"}):
-        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
-    return b64encode(stream.getvalue()).decode()
+        return base64_of(lambda stream: figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None}))

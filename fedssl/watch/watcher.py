@@ -36,10 +36,10 @@ class Watcher:
                 {"id": key, "name": self._name(run.folder), **(run.overview(curve=True) if n < MAX_CURVES else row)}
                 for n, (row, key, run) in enumerate(listed[:MAX_RUNS])
             ]
-            has_run = {
-                folder for folder in self._folders for run in self._runs.values() if _is_below(run.folder, folder)
-            }
-            waiting = [sanitize(folder) for folder in self._folders if folder not in has_run]
+            found = [run.folder for run in self._runs.values()]
+            waiting = [
+                sanitize(folder) for folder in self._folders if not any(path.is_relative_to(folder) for path in found)
+            ]
             return {"runs": rows, "more": len(listed) - len(rows), "waiting": waiting}
 
     def details(self, key: str) -> dict[str, Any] | None:
@@ -81,7 +81,3 @@ class Watcher:
         if len(self._folders) == 1 and folder != self._folders[0]:
             return sanitize(folder.relative_to(self._folders[0]))
         return sanitize(folder)
-
-
-def _is_below(path: Path, folder: Path) -> bool:
-    return path == folder or folder in path.parents

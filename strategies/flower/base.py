@@ -19,7 +19,7 @@ from fedssl.safe_io import sanitize_line
 from strategies.aggregate import aggregate_valid
 from strategies.base import ServerStrategy
 from strategies.flower.arrays import as_parts, check_parts, digest, in_parts, public_name, read_layers, write_layers
-from strategies.flower.replies import Reply, ReplyReader, SetupError
+from strategies.flower.replies import Reply, SetupError, read_reply
 from strategies.flower.task import ClientTask
 from strategies.types import AggregatedModel, GlobalModel
 
@@ -88,6 +88,11 @@ class FlowerRule(FedAvg):
         self._changed: dict[str, int] = {}  # round of the last change of each layer
         self._last: dict[int, int] = {}  # last round of nodes that kept what they did not upload
         self._downloaded: dict[int, tuple[str, ...]] = {}  # by node of this round
+
+    @property
+    def required_metrics(self) -> Collection[str]:
+        """Names of the metrics that replies need in this round."""
+        return self.server.aggregator(self._round).required_metrics
 
     def begin_round(self, layers: Layers, round: int, config: ConfigRecord) -> tuple[Layers, list[str]]:
         """Return the layers that a round starts from, and the names of those that clients train."""
@@ -192,22 +197,11 @@ class FlowerRule(FedAvg):
 
     def _usable(self, replies: Sequence[Message], expected: GlobalLayers) -> tuple[list[Reply], list[Cosines]]:
         """Return the replies that can be used, in an order that depends on nothing else, and log why others cannot."""
-        reader = ReplyReader(
-            strategy=type(self).__name__,
-            task=self.task,
-            names=self._model.layers.keys(),
-            expected=expected,
-            arrayrecord_key=self.arrayrecord_key,
-            weighted_by_key=self.weighted_by_key,
-            loss_key=self.loss_key,
-            required_metrics=self.server.aggregator(self._round).required_metrics,
-            needs_mod=self.needs_mod,
-        )
         problems: dict[int, InputError] = {}
         read: list[Reply] = []
         for message in replies:
             try:
-                read.append(reader.read(message))
+                read.append(read_reply(message, rule=self, names=self._model.layers.keys(), expected=expected))
             except InputError as problem:
                 problems[message.metadata.src_node_id] = problem
         read.sort(key=order_of)

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from fedssl.classify.label_next import largest_cosines, next_to_label, typical, uncertain, unit_features
+from fedssl.classify.label_next import largest_cosines, next_to_label, typical, uncertain
+from fedssl.embedding.unit_features import unit_features
 
 
 def groups_of_images(sizes: list[int], *, spread: float = 0.3, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -40,7 +41,7 @@ def test_groups_with_labeled_images_come_last() -> None:
 
 def test_near_duplicates_are_left_out() -> None:
     x, _ = groups_of_images([20, 20])
-    copies = unit_features(x[:5] + 1e-3, center=np.zeros(16))
+    copies = unit_features(x[:5, :16] + 1e-3, center=np.zeros(16))
     pool = np.concatenate([copies, x[5:10], x[5:10]])
     chosen = next_to_label(pool, x[:5], count=15, margins=None, seed=0)
     assert len(chosen) == 5

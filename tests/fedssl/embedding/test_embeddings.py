@@ -108,11 +108,6 @@ def test_backends_agree_on_scaled_values(tmp_path: Path, settings: dict[str, Any
     np.testing.assert_allclose(second.features, expected, atol=1e-5)
 
 
-def test_arrays_of_another_form_are_rejected(run: Path) -> None:
-    with pytest.raises(InputError, match="takes uint8"):
-        load_embedder(run, device="cpu")(np.zeros((2, 3, 9, 9), np.uint8))
-
-
 @pytest.mark.parametrize(("backend", "other"), [("torch", "onnx"), ("onnx", "torch")])
 def test_a_missing_package_is_named(run: Path, monkeypatch: pytest.MonkeyPatch, backend: str, other: str) -> None:
     monkeypatch.setattr("fedssl.embedding.embedder.find_spec", lambda name: None)

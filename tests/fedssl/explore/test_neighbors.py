@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from fedssl.embedding.unit_features import unit_features
 from fedssl.explore import neighbors
-from fedssl.explore.neighbors import close_pairs, nearest_neighbors, outlier_scores, unit_features
+from fedssl.explore.neighbors import close_pairs, nearest_neighbors, outlier_scores
 
 
 def some(n: int = 40, dim: int = 5, *, seed: int = 0) -> np.ndarray:

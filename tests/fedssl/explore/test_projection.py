@@ -6,9 +6,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from fedssl.embedding.unit_features import unit_features
 from fedssl.errors import InputError
 from fedssl.explore import projection
-from fedssl.explore.neighbors import unit_features
 from fedssl.explore.projection import check_method, principal_components, project
 
 

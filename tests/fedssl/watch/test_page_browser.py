@@ -2,17 +2,16 @@
 
 import json
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fedssl.watch.server import WatchServer
-from fedssl.watch.watcher import Watcher
 from tests.fedssl.pages.browser import OpenPage, needs_browser
 from tests.fedssl.report.test_html_page import HOSTILE, job
 from tests.fedssl.watch.test_live_run import append
+from tests.fedssl.watch.test_server import serving
 from tests.test_docs import ROOT
 
 pytestmark = needs_browser
@@ -20,12 +19,8 @@ pytestmark = needs_browser
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[WatchServer]:
-    with WatchServer(Watcher([tmp_path / "runs"]), port=0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with serving(tmp_path / "runs") as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def address(server: WatchServer) -> str:

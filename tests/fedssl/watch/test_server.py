@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -21,16 +22,23 @@ from fedssl.watch.watcher import Watcher
 from tests.fedssl.report.test_html_page import HOSTILE, Elements, job
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[WatchServer]:
-    job(tmp_path / "runs" / HOSTILE.replace("/", ""), f"strategy={HOSTILE}")
-    (tmp_path / "secret").write_text("secret")
-    with WatchServer(Watcher([tmp_path / "runs"]), port=0) as server:
+@contextmanager
+def serving(folder: Path) -> Iterator[WatchServer]:
+    """Serve the runs of a folder in a thread."""
+    with WatchServer(Watcher([folder]), port=0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[WatchServer]:
+    job(tmp_path / "runs" / HOSTILE.replace("/", ""), f"strategy={HOSTILE}")
+    (tmp_path / "secret").write_text("secret")
+    with serving(tmp_path / "runs") as server:
+        yield server
 
 
 def get(server: WatchServer, path: str, *, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
