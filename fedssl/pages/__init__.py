@@ -1,9 +1,9 @@
 """HTML pages that need nothing but themselves: Jinja2 templates, one stylesheet, and no access to the network.
 
 A template is named by its path in the package ``fedssl`` and lies in the package of its feature. It extends
-``pages/base.html.j2``. Files beside it with its name and the endings ``.css`` and ``.js`` are its own style and script.
-Text is escaped. The Content-Security-Policy allows this script alone, by its hash, and images inside the page. A page
-may be sent to others: absolute paths are shortened (`hide_paths`).
+``pages/base.html.j2``. Files beside it with its name and the endings ``.css`` and ``.js`` are its own style and script,
+which may have parts. Text is escaped. The Content-Security-Policy allows this script alone, by its hash, and images
+inside the page. A page may be sent to others: absolute paths are shortened (`hide_paths`).
 """
 
 import io
@@ -45,7 +45,7 @@ def render(
         Names in the template. A name that the template uses and that is not given is an error.
     """
     name = template_name.removesuffix(ENDING)
-    script = _own_file(f"{name}.js")
+    script = _own_files(name, "js")
     return (
         _environment()
         .get_template(template_name)
@@ -55,7 +55,7 @@ def render(
             root=root,
             policy=_policy(script, polls=polls),
             script=Markup(script),
-            style=Markup(_own_file("pages/base.css") + _own_file(f"{name}.css")),
+            style=Markup(_own_files("pages/base", "css") + _own_files(name, "css")),
         )
     )
 
@@ -82,10 +82,9 @@ def _policy(script: str, *, polls: bool) -> Markup:
     )
 
 
-def _own_file(name: str) -> str:
-    """Return the text of a style or script; empty if the template has none."""
-    file = ROOT / name
-    return file.read_text(encoding="utf-8") if file.is_file() else ""
+def _own_files(name: str, kind: str) -> str:
+    """Return the text of a style or script, of parts such as ``name.1_map.js``; empty if the template has none."""
+    return "".join(file.read_text(encoding="utf-8") for file in sorted(ROOT.glob(f"{name}.*{kind}")))
 
 
 @pass_context

@@ -257,5 +257,6 @@ def test_the_page_states_itself_without_scripts(open_page: OpenPage, file: Path)
 
 
 def test_the_script_sets_no_markup():
-    script = (PACKAGE / "explore" / "explore.js").read_text()
+    script = "".join(part.read_text() for part in (PACKAGE / "explore").glob("*.js"))
+    assert "function setCurrent" in script
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|fetch\(|XMLHttp|import\(", script)
