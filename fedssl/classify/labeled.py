@@ -1,9 +1,7 @@
 """Labeled images with their features, checked for what would make a result wrong."""
 
 import logging
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,8 +48,7 @@ def without_labels(images: Embeddings, labeled: LabeledImages | None) -> np.ndar
 
 def list_labeled(embedder: Embedder, path: Path, settings: Mapping[str, Any]) -> ImageList:
     """List images with their labels; `InputError` if these are not of two classes."""
-    with _named_labeled():
-        images = list_for(embedder, path, settings)
+    images = list_for(embedder, path, settings, setting="labeled")
     column = str(settings.get("label") or "label")
     if images.labels is None:
         values = images.values_if_any(column)
@@ -73,8 +70,7 @@ def list_labeled(embedder: Embedder, path: Path, settings: Mapping[str, Any]) ->
 
 def read_labeled(embedder: Embedder, images: ImageList, *, skip_unreadable: bool) -> LabeledImages:
     """Return images with features and labels; `InputError` if these contradict each other."""
-    with _named_labeled():
-        embeddings = embed_list(embedder, images, skip_unreadable=skip_unreadable)
+    embeddings = embed_list(embedder, images, skip_unreadable=skip_unreadable)
     found = images.labels
     assert found is not None  # `list_labeled`
     found = found[embeddings.rows]
@@ -87,15 +83,6 @@ def read_labeled(embedder: Embedder, images: ImageList, *, skip_unreadable: bool
     _check_copies(embeddings, rows, labels, classes)
     _warn(embeddings, rows, classes)
     return LabeledImages(embeddings, rows, labels, classes, _groups(embeddings, rows))
-
-
-@contextmanager
-def _named_labeled() -> Iterator[None]:
-    """Name the setting ``labeled`` in an error about ``images``."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(re.sub(r"\bimages(?=[=:]|$)", "labeled", str(error))) from error
 
 
 def _check_copies(images: Embeddings, rows: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> None:

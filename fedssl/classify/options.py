@@ -1,6 +1,6 @@
 """Options of ``fedssl-classify``."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,13 @@ from fedssl.config.literal import path_of
 from fedssl.config.targets import search_folders
 from fedssl.errors import InputError
 
-_INPUTS = ("labeled", "images")
 _OUTPUTS = {"out": ".csv", "report": ".json", "next": ".csv", "onnx": ".onnx"}
-_NUMBERS = ("label_next", "seed")
-_FLAGS = ("include_labeled", "skip_unreadable")
-_WORDS = ("backend", "device")
-_KEYS = ("run", "encoder", *_INPUTS, *_OUTPUTS, *_NUMBERS, *_FLAGS, *_WORDS)
-_MAX_NUMBER = 10**9
+_READERS: dict[str, Callable[[str, str], Any]] = {
+    **dict.fromkeys(("labeled", "images", *_OUTPUTS), lambda key, text: path_of(text)),
+    **dict.fromkeys(("label_next", "seed"), lambda key, text: int(number_of(key, text, 0, 10**9))),
+    **dict.fromkeys(("include_labeled", "skip_unreadable"), flag_of),
+    **dict.fromkeys(("backend", "device"), lambda key, text: text),
+}
 _NEEDS = [(key, "labeled") for key in ("out", "report", "onnx", "include_labeled")]
 _NEEDS += [("out", "images"), ("include_labeled", "images"), ("next", "label_next")]
 
@@ -44,9 +44,9 @@ class Options:
 
 def classify_options(overrides: Sequence[str]) -> Options:
     """Return the options of overrides; `InputError` if they are invalid."""
-    texts, settings = read_options("fedssl-classify", overrides, keys=_KEYS)
+    texts, settings = read_options("fedssl-classify", overrides, keys=("run", "encoder", *_READERS))
     source = source_of(texts)
-    given = {key: _value(key, text) for key, text in texts.items() if key not in ("run", "encoder")}
+    given = {key: _READERS[key](key, text) for key, text in texts.items() if key in _READERS}
     _check_use(given)
     if "labeled" in given and "images" in given:
         given.setdefault("out", Path("predictions.csv"))
@@ -66,14 +66,6 @@ def check_outputs(options: Options) -> None:
         file = vars(options)[key]
         if file is not None:
             check_new(key, file)
-
-
-def _value(key: str, text: str) -> Any:
-    if key in _NUMBERS:
-        return int(number_of(key, text, 0, _MAX_NUMBER))
-    if key in _FLAGS:
-        return flag_of(key, text)
-    return text if key in _WORDS else path_of(text)
 
 
 def _check_use(given: Mapping[str, Any]) -> None:

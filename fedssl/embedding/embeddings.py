@@ -42,10 +42,17 @@ class Embeddings:
         return [values[row] for row in self.rows]
 
 
-def list_for(embedder: Embedder, path: str | Path, settings: Mapping[str, Any]) -> ImageList:
-    """List the images of a path with the pixels of an encoder, and log warnings about them."""
+def list_for(
+    embedder: Embedder, path: str | Path, settings: Mapping[str, Any], *, setting: str = "images"
+) -> ImageList:
+    """List the images of a path, which is named by ``setting``, with the pixels of an encoder, and log warnings."""
     images = list_images(
-        path, channels=embedder.channels, size=embedder.size, pixels=embedder.pixels, settings=settings
+        path,
+        channels=embedder.channels,
+        size=embedder.size,
+        pixels=embedder.pixels,
+        settings=settings,
+        setting=setting,
     )
     for warning in images.warnings:
         log.warning("%s", sanitize(warning))

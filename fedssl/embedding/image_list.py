@@ -197,11 +197,18 @@ def _block(
 
 
 def list_images(
-    path: str | Path, *, channels: int, size: int, pixels: Mapping[str, Any], settings: Mapping[str, Any]
+    path: str | Path,
+    *,
+    channels: int,
+    size: int,
+    pixels: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    setting: str = "images",
 ) -> ImageList:
     """List the images of a file, a folder or a pattern; `InputError` if there are none.
 
-    ``pixels`` are those of the encoder, ``settings`` some of `SETTINGS`, which take precedence.
+    ``pixels`` are those of the encoder, ``settings`` some of `SETTINGS`, which take precedence. ``setting`` is the name
+    of the path in messages.
     """
     unknown = [name for name in settings if name not in SETTINGS]
     if unknown:
@@ -220,7 +227,7 @@ def list_images(
             query = replace(query, label=None)  # without a warning
         parts, labels, classes = _indexed(source, query, folders)
     except InputError as error:
-        raise InputError(str(error).replace("dataset.path=", "images=").replace("dataset.path", "images")) from error
+        raise InputError(str(error).replace("dataset.path", setting)) from error
     root = user_path(path)
     found = ImageList(root if root.is_dir() else Path(source.listing.root), parts, labels, classes)
     if "label" in settings and settings["label"] is not None and found.labels is None:
