@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -68,6 +69,17 @@ class Page:
         light = [sum(int(part) for part in color[4:-1].split(",")) for color in (ground, ink)]
         assert (light[0] < light[1]) == self.dark
         assert self.evaluate(LOW_CONTRAST) == []
+
+
+def check_only_own_script_runs(open_page: OpenPage, file: Path, title: str) -> None:
+    """Check that a script and an image that somebody has added to a page are blocked."""
+    changed = file.with_stem("changed")
+    added = "<script>document.title = 'changed'</script><img src='https://a.b/c'><h1>"
+    changed.write_text(file.read_text().replace("<h1>", added))
+    page = open_page(changed.as_uri())
+    assert page.page.title() == title
+    assert len(page.messages) >= 2  # the script and the image
+    assert all("Content Security Policy" in message for message in page.messages)
 
 
 @pytest.fixture(scope="session")
