@@ -89,12 +89,26 @@ def test_malicious_files_have_a_reason(content, reason):
     assert reason in unreadable_reason(raised.value)
 
 
-def test_large_files_are_not_read(tmp_path):
-    """The reader holds a file in memory, so that its size is limited by ``max_pixels``."""
-    for shape, reason in (((40_000, 40_000), "it has 40,000 x 40,000 pixels"), ((2_000, 100, 100), "save its images")):
-        file = tmp_path / "large.npy"
-        with file.open("wb") as stream:
-            np.lib.format.write_array_header_1_0(stream, {"descr": "<u2", "fortran_order": False, "shape": shape})
-            stream.truncate(stream.tell() + 2 * int(np.prod(shape)))
+@pytest.mark.parametrize(
+    ("shape", "fortran", "percentiles", "reason"),
+    [
+        ((40_000, 40_000), False, None, "it has 40,000 x 40,000 pixels"),
+        ((2_000, 100, 100), True, None, "save its images"),
+        ((2_000, 100, 100), False, (1, 99), "save its images"),
+        ((2_000, 100, 100), False, None, None),
+    ],
+)
+def test_large_files_are_not_read_as_a_whole(tmp_path, shape, fortran, percentiles, reason):
+    """Images in Fortran's order and percentiles need the whole file, whose size is limited by ``max_pixels``."""
+    file = tmp_path / "large.npy"
+    with file.open("wb") as stream:
+        np.lib.format.write_array_header_1_0(stream, {"descr": "<u2", "fortran_order": fortran, "shape": shape})
+        stream.truncate(stream.tell() + 2 * int(np.prod(shape)))
+        stream.seek(-1, 2)
+        stream.write(b"\xff")
+    decoding = Decoding(channels=1, size=100, max_pixels=10_000, percentiles=percentiles)
+    if reason is not None:
         with pytest.raises(ValueError, match=reason):
-            Decoding(channels=1, size=8, max_pixels=10_000)(file)
+            decoding(file)
+    else:
+        assert [image.max() for image in decoding.each([Page(file, 0), Page(file, 1999)])] == [0, 0xFF00]
