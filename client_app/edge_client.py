@@ -37,7 +37,7 @@ from fedssl.atomic_files import write_text
 from fedssl.base_layers import stored_digests
 from fedssl.config.device_task import compose_task, read_task
 from fedssl.config.literal import user_path
-from fedssl.config.load import BASE_FOLDER
+from fedssl.config.saved_run import BASE_FOLDER
 from fedssl.config.settings import ClientSettings, Component
 from fedssl.config.targets import search_folders, searchpath_override
 from fedssl.datasets.path_index import ALL_IMAGES, bytes_per_value, files_digest, index_all

@@ -260,7 +260,7 @@ def add_devices(
     order = {name: (found[node].partition is None, found[node].partition or 0, name) for name, node in accepted.items()}
     client_ids = dict(directory.client_ids)
     for name in sorted(accepted.keys() - client_ids.keys(), key=order.__getitem__):
-        client_ids[name] = _next_number(client_ids)
+        client_ids[name] = max(client_ids.values(), default=-1) + 1
     return ClientDirectory(
         nodes={**directory.nodes, **{client_ids[name]: node for name, node in accepted.items()}},
         client_ids=client_ids,
@@ -274,10 +274,6 @@ def _log_properties(name: str, info: NodeInfo) -> None:
         log.info("device %s has other versions than the server: %s", name, other)
     if info.max_rank is not None:
         log.info("device %s trains low-rank factors of a rank up to %d (max-rank)", name, info.max_rank)
-
-
-def _next_number(client_ids: Mapping[str, int]) -> int:
-    return max(client_ids.values(), default=-1) + 1
 
 
 def _identify(grid: Grid, nodes: Sequence[int], *, timeout: float) -> Iterator[tuple[int, NodeInfo | str]]:

@@ -15,8 +15,8 @@ from fedssl.atomic_files import (
     write_text,
 )
 from fedssl.base_layers import layers_digest, save_base
-from fedssl.config.load import BASE_FOLDER, DEVICE_NUMBERS_FILE
-from fedssl.config.saved_run import INITIAL_ENCODER_FILE, read_settings, save_run
+from fedssl.config.load import DEVICE_NUMBERS_FILE
+from fedssl.config.saved_run import BASE_FOLDER, INITIAL_ENCODER_FILE, read_settings, save_run
 from fedssl.config.settings import RecordingSettings
 from fedssl.errors import InputError
 from fedssl.locks import lock

@@ -20,7 +20,8 @@ from flwr.app import Message, RecordDict
 
 from client_app.worker import ClientWorker
 from fedssl.arrays import Layers
-from fedssl.config.load import BASE_FOLDER, load_settings, parse_client_config, with_run_folder
+from fedssl.config.load import load_settings, parse_client_config, with_run_folder
+from fedssl.config.saved_run import BASE_FOLDER
 from fedssl.config.settings import CalibrationSettings, Settings
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError

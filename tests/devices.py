@@ -14,6 +14,10 @@ from fedssl.flower_internals import RUN_ID, set_task_identity
 from server_app.app import app as server_app
 from simulation.grid import LocalGrid
 
+FORM = ["dataset=folder", "dataset.size=8", "dataset.channels=1", "dataset.mean=[0.4]", "dataset.std=[0.3]"]
+SMALL = [*FORM, "local_epochs=1", "encoder.width=4", "threads=1", "batch_size=8", "device=cpu", "evaluation=none"]
+SMALL += ["final_evaluation=none", "collapse_images=0", "measure_resources=false"]
+
 
 def write_images(folder: Path, number: int, *, seed: int = 0, size: int = 8) -> Path:
     """A folder of random grey images; returns it."""

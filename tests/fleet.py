@@ -1,12 +1,10 @@
 """A fleet on this machine, started as ``deploy/`` says: SuperLink, proxy in front of it, SuperNodes with node keys.
 
 Commands are those of the systemd units, with other folders and free ports, and what the proxy lets through is what
-``deploy/nginx.conf`` says: nginx itself reads it where it is installed, else a proxy written here obeys its locations.
+``deploy/nginx.conf`` says: nginx itself reads it where it is installed, else `tests.fleet_proxy` obeys its locations.
 """
 
-import http.client
 import os
-import posixpath
 import re
 import shlex
 import shutil
@@ -20,15 +18,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from flwr.proto.control_pb2 import ListNodesRequest
 
 from fedssl.config.settings import EngineSettings
 from fedssl.fleet.control import control_api
 from simulation.sandbox import ProcessSandbox, process_sandbox
+from tests.fleet_proxy import handler
 from tests.flower import ENVIRONMENT, free_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -262,7 +260,7 @@ def proxy(one: Fleet) -> Iterator[None]:
         with nginx(text, one):
             yield
         return
-    server = ThreadingHTTPServer(("127.0.0.1", one.public), handler(text, one))
+    server = ThreadingHTTPServer(("127.0.0.1", one.public), handler(text, one.keys / "ca.crt"))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(one.keys / "server.crt", one.keys / "server.key")
     server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
@@ -288,50 +286,6 @@ def nginx(site: str, one: Fleet) -> Iterator[None]:
     process = one._start(["nginx", "-c", str(folder / "nginx.conf"), "-p", str(folder)], "nginx")
     until(lambda: listens(one.public), "nginx listens", process)
     yield
-
-
-def handler(text: str, one: Fleet) -> type[BaseHTTPRequestHandler]:
-    """What answers as nginx does for the locations of a configuration: the longest prefix counts."""
-    blocks = dict(re.findall(r"location (\S+) \{(.*?)\n    \}", text, flags=re.DOTALL))
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            path = posixpath.normpath(unquote(urlsplit(self.path).path))
-            block = blocks[max((prefix for prefix in blocks if path.startswith(prefix)), key=len)]
-            refusal = re.search(r"return (\d+);", block)
-            if refusal:
-                self._answer(int(refusal[1]), [], b"")
-                return
-            [target] = re.findall(r"proxy_pass https://(\S+);", block)
-            trusted = ssl.create_default_context(cafile=str(one.keys / "ca.crt"))
-            upstream = http.client.HTTPSConnection(target, context=trusted)
-            try:
-                upstream.request("POST", self.path, content, {**self.headers, "Connection": "close"})
-                answer = upstream.getresponse()
-                self._answer(answer.status, answer.getheaders(), answer.read())
-            except OSError:
-                self._answer(502, [], b"")
-            finally:
-                upstream.close()
-
-        do_GET = do_POST
-
-        def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
-            self.send_response(status)
-            for name, value in headers:
-                if name.lower() not in ("content-length", "transfer-encoding", "connection", "date", "server"):
-                    self.send_header(name, value)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Nothing is logged."""
-
-    return Handler
 
 
 def program(name: str) -> str:

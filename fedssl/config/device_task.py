@@ -14,10 +14,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from fedssl.config.compose import compose_config
-from fedssl.config.load import client_settings, training_components
 from fedssl.config.overrides import check_run_id, config_groups, did_you_mean
 from fedssl.config.settings import SERVER_ENCODER_KEYS, ClientSettings, Settings, check_channels
 from fedssl.config.targets import add_import_path, check_targets, search_folders, searchpath_override
+from fedssl.config.typed_settings import client_settings, training_components
 from fedssl.config.validation import check_types, validate_config
 from fedssl.errors import InputError, RequestRefused
 from fedssl.plain_values import flatten, plain_values

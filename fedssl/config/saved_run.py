@@ -21,6 +21,7 @@ from fedssl.errors import InputError
 from fedssl.plain_values import RUN_KEYS, flatten, plain_values
 from fedssl.safe_io import checksum_line, corrupt_file_error, read_yaml, sanitize
 
+BASE_FOLDER = "base"  # beside the folder of the client states: base layers, see `fedssl.base_layers`
 INITIAL_ENCODER_FILE = "initial_encoder.pt"  # in the folder of a run with encoder.weights, from which it is resumed
 
 # Image caches, addresses of clusters and SuperLinks, and trackers.

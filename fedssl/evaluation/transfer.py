@@ -7,8 +7,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fedssl.config.constraints import check_arguments
-from fedssl.config.load import read_data
 from fedssl.config.settings import Component
+from fedssl.config.typed_settings import read_data
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import (
     EvaluationInput,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedssl.base_layers import read_base
-from fedssl.config.load import BASE_FOLDER
+from fedssl.config.saved_run import BASE_FOLDER
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.export.source import ExportSource, represent

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fedssl.arrays import Layers
 from fedssl.base_layers import check_base, layers_digest, read_base
-from fedssl.config.load import BASE_FOLDER, load_settings
+from fedssl.config.load import load_settings
 from fedssl.config.overrides import quote_value
-from fedssl.config.saved_run import read_overrides
+from fedssl.config.saved_run import BASE_FOLDER, read_overrides
 from fedssl.config.settings import Settings
 from fedssl.datasets.base import load_split
 from fedssl.errors import InputError

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedssl.atomic_files import round_file, saved_rounds
-from fedssl.config.load import BASE_FOLDER
-from fedssl.config.saved_run import INITIAL_ENCODER_FILE, read_overrides
+from fedssl.config.saved_run import BASE_FOLDER, INITIAL_ENCODER_FILE, read_overrides
 from fedssl.errors import InputError
 from fedssl.runs.manifest import MANIFEST_SUFFIX, read_manifest
 from fedssl.runs.run import RUN_MARKERS, Run, read_run

@@ -198,7 +198,7 @@ class _Round:
                 if reply.metadata.src_node_id != node:
                     raise _InvalidReply("another node replied")
                 cost.bytes_up += _count(result.bytes_up, node, content_bytes(reply.content))
-                read(node, _values(reply))
+                read(node, reply.content.config_records.get(SECAGG_CONFIG_KEY) or {})
                 valid.add(node)
                 del reasons[node]
             except _InvalidReply as reason:
@@ -322,10 +322,6 @@ def apply_delta(layers: Layers, delta: np.ndarray) -> Layers:
 
 def _record(values: Mapping[str, Any]) -> RecordDict:
     return RecordDict({SECAGG_CONFIG_KEY: ConfigRecord({**values})})
-
-
-def _values(reply: Message) -> Mapping[str, Any]:
-    return reply.content.config_records.get(SECAGG_CONFIG_KEY) or {}
 
 
 def _lists(

@@ -31,11 +31,10 @@ from server_app import nodes
 from server_app.build import build_run
 from server_app.round import Round
 from strategies.types import ServerState
-from tests.devices import Devices, ask, context, write_images
+from tests.devices import FORM, Devices, ask, context, write_images
 from tests.fleet import until
 
-OVERRIDES = ["rounds=3", "local_epochs=1", "encoder.width=4", "dataset=folder", "dataset.size=8"]
-OVERRIDES += ["dataset.channels=1", "dataset.mean=[0.5]", "dataset.std=[0.5]", "strategy=fedbn", "run_id=mine"]
+OVERRIDES = [*FORM, "rounds=3", "local_epochs=1", "encoder.width=4", "strategy=fedbn", "run_id=mine"]
 ENDLESS = 100  # local epochs, of which one takes milliseconds; enough for a test to notice that training goes on
 
 
@@ -169,7 +168,7 @@ def test_images_that_are_added_or_deleted_are_noticed(plan, device, supervisor):
 
 def test_the_state_of_secure_aggregation_comes_back(device, supervisor):
     """The first stage stores the protocol's parameters in the context."""
-    from tests.server_app.exchanges.test_secure import SETUP
+    from tests.fedssl.secure_aggregation.test_client import SETUP
 
     used = copy.deepcopy(device)
     reply = forward(message(RecordDict({SECAGG_CONFIG_KEY: ConfigRecord(SETUP)})), used, supervisor=supervisor)

@@ -6,7 +6,7 @@ import pytest
 
 from client_app.step_memory import StepMemory, estimate_step_memory
 from fedssl.config.compose import resolve_config
-from fedssl.config.load import client_settings
+from fedssl.config.typed_settings import client_settings
 from fedssl.machine import meta_device
 
 ENCODERS = [

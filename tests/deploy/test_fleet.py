@@ -8,27 +8,15 @@ import urllib.error
 import urllib.request
 from contextlib import suppress
 
-import numpy as np
 import pytest
 
 from client_app.resident_folder import Supervisor
-from server_app.checkpoint import latest_checkpoint
 from simulation.run import run as simulate
-from tests.devices import write_images
+from tests.devices import SMALL, write_images
 from tests.fleet import PATIENCE, fleet, until
+from tests.runs import model_bits
 
-FORM = ["dataset=folder", "dataset.size=8", "dataset.channels=1", "dataset.mean=[0.4]", "dataset.std=[0.3]"]
-SMALL = [*FORM, "local_epochs=1", "encoder.width=4", "threads=1", "batch_size=8", "device=cpu", "evaluation=none"]
-SMALL += ["final_evaluation=none", "collapse_images=0", "measure_resources=false", "seed=3"]
-
-
-def layers(folder):
-    return latest_checkpoint(folder / "checkpoints").models["global"].layers
-
-
-def equal(one, other):
-    assert list(one) == list(other)
-    return all(np.array_equal(one[name], other[name]) for name in one)
+SEEDED = [*SMALL, "seed=3"]
 
 
 @pytest.fixture
@@ -60,7 +48,7 @@ def post(port, path, keys):
 
 @pytest.mark.heavy
 def test_a_fleet_and_the_simulation_are_bit_identical(image_folders, tmp_path):
-    overrides = [*SMALL, "strategy=fedu", "method=byol", "rounds=2"]
+    overrides = [*SEEDED, "strategy=fedu", "method=byol", "rounds=2"]
     own = [f"dataset.path={tmp_path / 'images'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]
     simulate([*overrides, *own, f"output_dir={tmp_path / 'simulation'}"])
     numbers = partitions(tmp_path / "simulation")
@@ -81,7 +69,7 @@ def test_a_fleet_and_the_simulation_are_bit_identical(image_folders, tmp_path):
         running.nodes["a"].wait()
         until(lambda: not process.is_alive(), "the resident process has ended with its SuperNode")
         check_the_public_port(running)
-    assert equal(layers(tmp_path / "simulation"), layers(tmp_path / "fleet"))
+    assert model_bits(tmp_path / "simulation") == model_bits(tmp_path / "fleet")
     assert json.loads((tmp_path / "fleet" / "devices.json").read_text()) == numbers
 
 
@@ -115,7 +103,7 @@ def took_part(run, client, *, after):
 @pytest.mark.heavy
 def test_a_run_survives_failures_of_its_devices(image_folders, tmp_path):
     run = tmp_path / "run"
-    overrides = [*SMALL, "num_clients=4", "rounds=1000", f"output_dir={run}", "aggregation.min_updates=1"]
+    overrides = [*SEEDED, "num_clients=4", "rounds=1000", f"output_dir={run}", "aggregation.min_updates=1"]
     overrides += ["aggregation.round_deadline=60", "aggregation.max_retries=50"]
     image_folders["d"] = tmp_path / "nowhere"
     (tmp_path / "limits.yaml").write_text("memory: 0.000001")  # c refuses every message
@@ -174,7 +162,7 @@ def test_a_run_survives_failures_of_its_devices(image_folders, tmp_path):
 @pytest.mark.heavy
 def test_a_run_resumes_after_its_superlink_was_killed(image_folders, tmp_path):
     run, simulation = tmp_path / "run", tmp_path / "simulation"
-    overrides = [*SMALL, "strategy=fedu", "method=byol", "rounds=5"]
+    overrides = [*SEEDED, "strategy=fedu", "method=byol", "rounds=5"]
     own = [f"dataset.path={tmp_path / 'images'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]
     simulate([*overrides, *own, f"output_dir={simulation}"])
     numbers = partitions(simulation)
@@ -202,5 +190,5 @@ def test_a_run_resumes_after_its_superlink_was_killed(image_folders, tmp_path):
         assert len(rows(run)) < 5
         status, output = running.run(f"resume={run}")
         assert status == 0, output
-    assert equal(layers(simulation), layers(run))
+    assert model_bits(simulation) == model_bits(run)
     assert [row["round"] for row in rows(run)] == [1, 2, 3, 4, 5]

@@ -17,20 +17,8 @@ from server_app.build import build_run
 from server_app.nodes import discover_clients
 from simulation.grid import LocalGrid
 from simulation.run import run as simulate
-from tests.devices import Devices, context, run_server_app, write_images
+from tests.devices import SMALL, Devices, context, run_server_app, write_images
 from tests.runs import model_bits, read_lines
-
-FORM = ["dataset=folder", "dataset.size=8", "dataset.channels=1", "dataset.mean=[0.4]", "dataset.std=[0.3]"]
-SMALL = [
-    *FORM,
-    "local_epochs=1",
-    "encoder.width=4",
-    "threads=1",
-    "batch_size=8",
-    "device=cpu",
-    "measure_resources=false",
-]
-SMALL += ["evaluation=none", "final_evaluation=none", "collapse_images=0"]
 
 
 class AskedGrid(LocalGrid):

@@ -10,8 +10,6 @@ from flwr.clientapp import ClientApp
 from fedssl.errors import RunError
 from fedssl.wire.device import code_fingerprint
 from fedssl.wire.messages import ClientUpdate, TrainPlan
-from fedssl.wire.records import content_bytes
-from server_app.federation import sample_clients
 from server_app.messaging import receive
 from server_app.round import Round
 from simulation.grid import LocalGrid
@@ -51,6 +49,10 @@ def extra_array(layers, partition):
 
 def integers(layers, partition):
     return {**layers, "encoder.weight": np.zeros(3, dtype=np.int64)}
+
+
+def absurd(layers, partition):
+    return {**layers, "encoder.weight": np.full(3, 3e38, dtype=np.float32)}
 
 
 def crash(layers, partition):
@@ -112,6 +114,7 @@ def played(strategy, behaviours, *, metrics=()):
         (not_finite_buffer, "layer encoder.bn.running_mean has values that are not finite"),
         (extra_array, "layer spy.weight is not part of the global model"),
         (integers, "layer encoder.weight has dtype int64"),
+        (absurd, "layer encoder.weight has values that are not finite, or far too large"),
         (crash, "it failed with ValueError: no camera"),
     ],
 )
@@ -148,13 +151,6 @@ def test_a_round_without_any_usable_update_fails_with_the_reasons():
         run_round(FedAvg(), [crash, not_finite])
 
 
-def test_a_missing_metric_drops_the_update():
-    configured, replies = played(FedAvg(), [good, good])
-    del replies[0].content["metrics"]["num-examples"]
-    _, report = end(configured, replies)
-    assert report.dropped == {0: "metric num-examples is missing"}
-
-
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
@@ -162,13 +158,23 @@ def test_a_missing_metric_drops_the_update():
         ("train-loss", -1e300, "train-loss=-1e+300 is not from -1e+06 to 1e+06"),
         ("train-loss", math.nan, "train-loss=nan is not finite"),
         ("seconds", -1.0, "seconds=-1.0 is not from 0 to 1e+07"),
+        ("num-examples", None, "metric num-examples is missing"),
+        ("num-examples", [1, 2], "the update cannot be read"),
+        ("num-examples", math.nan, "the update cannot be read"),
+        ("num-examples", 0, "num-examples=0 is not positive"),
+        ("num-examples", -3, "num-examples=-3 is not positive"),
     ],
 )
 def test_a_metric_that_cannot_be_drops_the_update(name, value, reason):
-    configured, replies = played(LDAWA(weighting="loss"), [good, good], metrics=["seconds"])
-    replies[0].content["metrics"][name] = value
+    strategy = FedAvg() if name == "num-examples" else LDAWA(weighting="loss")
+    configured, replies = played(strategy, [good, good], metrics=["seconds"])
+    if value is None:
+        del replies[0].content["metrics"][name]
+    else:
+        replies[0].content["metrics"][name] = value
     _, report = end(configured, replies)
-    assert report.dropped == {0: reason}
+    assert list(report.dropped) == [0]
+    assert report.dropped[0].startswith(reason)
 
 
 @pytest.mark.parametrize("strategy", [FedAvg, LDAWA, MDAWA])
@@ -214,42 +220,6 @@ def test_only_what_is_declared_travels_up(strategy, metrics, declared):
         assert not content["method-upload"]  # the method has no server side
 
 
-def test_plans_say_when_nothing_is_reported_or_sent():
-    for up in (None, (), ("encoder.weight",)):
-        plan = TrainPlan(
-            round=1,
-            layers={},
-            settings="{}",
-            metrics=(),
-            oldest_resumable_round=0,
-            code_fingerprint="x",
-            upload_names=up,
-        )
-        content = plan.to_content()
-        assert content_bytes(content) > 0
-        assert TrainPlan.from_content(content) == plan
-
-
-def test_clients_are_drawn_by_seed_and_round_alone():
-    draw = [sample_clients(3, round, num_clients=20, clients_per_round=5) for round in range(1, 200)]
-    assert draw == [sample_clients(3, round, num_clients=20, clients_per_round=5) for round in range(1, 200)]
-    assert all(len(set(clients)) == 5 and clients == sorted(clients) for clients in draw)
-    assert draw[0] != draw[1] or draw[1] != draw[2]
-    assert draw != [sample_clients(4, round, num_clients=20, clients_per_round=5) for round in range(1, 200)]
-    # Each of the 20 clients is expected in 199 * 5 / 20 = 50 rounds, with a standard deviation of 6.
-    counts = np.bincount(np.concatenate(draw), minlength=20)
-    assert counts.min() > 50 - 5 * 6
-    assert counts.max() < 50 + 5 * 6
-
-
-def test_messages_go_to_the_nodes_of_the_chosen_partitions():
-    grid = make_grid([good] * 6)
-    messages = configure(FedAvg(), grid, clients_per_round=2).messages
-    nodes = list(grid.get_node_ids())
-    chosen = sample_clients(0, 1, num_clients=6, clients_per_round=2)
-    assert [message.metadata.dst_node_id for message in messages] == [nodes[k] for k in chosen]
-
-
 def test_a_reply_that_is_no_update_is_dropped():
     for records, absent in (
         ({"arrays": ArrayRecord()}, "metrics"),
@@ -263,14 +233,6 @@ def test_a_reply_that_is_no_update_is_dropped():
         assert report.dropped == {1: f"record '{absent}' is missing"}
 
 
-@pytest.mark.parametrize("value", [[1, 2], float("nan"), 0, -3])
-def test_a_metric_that_is_no_count_drops_the_update(value):
-    configured, replies = played(FedAvg(), [good, good])
-    replies[0].content["metrics"]["num-examples"] = value
-    _, report = end(configured, replies)
-    assert list(report.dropped) == [0]
-
-
 def test_an_error_of_flower_drops_its_client():
     configured, replies = played(FedAvg(), [good, good, good])
     # Such a reply, e.g. for a node that went offline, bears the server's id as its sender.
@@ -279,14 +241,6 @@ def test_an_error_of_flower_drops_its_client():
     _, report = end(configured, [replies[0], offline, replies[2], replies[2], offline])
     assert report.dropped == {1: "it failed with node unavailable"}
     assert [row.client for row in report.clients] == [0, 2]
-
-
-def test_an_update_of_absurd_size_is_dropped():
-    def absurd(layers, partition):
-        return {**layers, "encoder.weight": np.full(3, 3e38, dtype=np.float32)}
-
-    _, report = run_round(LDAWA(), [good, absurd])
-    assert list(report.dropped) == [1]
 
 
 def test_the_last_participation_of_a_dropped_client_is_forgotten():
@@ -316,50 +270,6 @@ def test_an_answer_to_another_plan_is_dropped(answers, reason):
     replies[1].content["reply-config"] = ConfigRecord(answers)
     _, report = end(configured, replies)
     assert report.dropped == {1: reason}
-
-
-def near(layers, partition):
-    """Honest: a step of a tenth of the layers' length, each client in a direction of its own."""
-    step = np.roll([0.3, 0.0, 0.0], partition)
-    return {"encoder.weight": (layers["encoder.weight"] + step).astype(np.float32), **statistics_of(layers, 0.55)}
-
-
-def statistics_of(layers, value):
-    return {"encoder.bn.running_mean": np.array([value], dtype=np.float32)}
-
-
-def times(factor):
-    def attack(layers, partition):
-        return {name: (array * factor).astype(np.float32) for name, array in near(layers, partition).items()}
-
-    return attack
-
-
-def huge_statistics(layers, partition):
-    return {**near(layers, partition), **statistics_of(layers, 1e9)}
-
-
-@pytest.mark.parametrize("strategy", [FedAvg, LDAWA, MDAWA])
-@pytest.mark.parametrize(
-    ("attack", "reason"),
-    [
-        # Honest clients move by 0.3 / 3 = 0.1 of the layers' length; 1000 times the layers is about 1000 / 0.1.
-        (times(1000.0), r"weights moved 1.0\d?e\+04 times"),
-        (times(-1000.0), r"weights moved 1.0\d?e\+04 times"),
-        (times(-1.0), r"weights moved 20.\d? times"),  # |-(w + s) - w| is about 2 |w|
-        (huge_statistics, "running statistics moved 2e"),  # (1e9 - 0.5) / 0.5 over (0.55 - 0.5) / 0.5
-    ],
-)
-def test_an_update_that_is_not_plausible_is_dropped(strategy, attack, reason):
-    result, report = run_round(strategy(), [near, near, attack, near], max_norm_ratio=10)
-    assert list(report.dropped) == [2]
-    assert pytest.raises(AssertionError, match=reason).matches(AssertionError(report.dropped[2]))
-    # What is left is what the honest clients make of it, to the bit.
-    configured, replies = played(strategy(), [near, near, near, near])
-    expected, _ = end(configured, [replies[0], replies[1], replies[3]])
-    assert all(np.array_equal(expected[name], result[name]) for name in expected)
-    # Without the limit the attack is taken.
-    assert not run_round(strategy(), [near, near, attack, near])[1].dropped
 
 
 def test_what_a_client_says_reaches_no_terminal_as_a_command():

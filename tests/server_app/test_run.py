@@ -146,7 +146,7 @@ class TestResume:
         assert ending(folder)[0] == "finished"
 
 
-@pytest.mark.heavy  # test_ray_grid.py interrupts a run too
+@pytest.mark.heavy  # tests/simulation/test_sandbox.py interrupts a run too
 def test_ctrl_c_is_noted(tmp_path):
     folder = tmp_path / "run"
     process = subprocess.Popen(

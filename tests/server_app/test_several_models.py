@@ -13,6 +13,7 @@ from server_app.messaging import receive
 from server_app.round import Round
 from simulation.run import run
 from strategies.types import GLOBAL
+from tests.arrays import same
 from tests.federation import Federation, finish
 from tests.server_app import algorithms
 
@@ -24,10 +25,6 @@ FOUR = ["num_clients=4", "clients_per_round=4"]
 
 def copied(layers):
     return {name: array.copy() for name, array in layers.items()}
-
-
-def equal(one, other):
-    return list(one) == list(other) and all(np.array_equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("parts", [(algorithms.Groups, algorithms.TwoGroups), (algorithms.Neighbours, algorithms.Ring)])
@@ -58,13 +55,13 @@ def test_two_groups_are_two_separate_federations(tmp_path):
         rows = federation.report.clients
         assert [(row.client, row.model) for row in rows] == [(0, "even"), (1, "odd"), (2, "even"), (3, "odd")]
         for (report, layers), name, members in zip(expected, ("even", "odd"), ((0, 2), (1, 3)), strict=True):
-            assert equal(federation.state.models[name].layers, layers)
+            assert same(federation.state.models[name].layers, layers)
             assert [row.client for row in report.clients] == list(members)
             for row in report.clients:  # relative to the model that the client itself had started from
                 assert rows[row.client].cosine == row.cosine
                 assert rows[row.client].loss == row.loss
     models = federation.state.models
-    assert not equal(models["even"].layers, models["odd"].layers)
+    assert not same(models["even"].layers, models["odd"].layers)
 
 
 def slow_cosine(one, other):
@@ -100,7 +97,7 @@ def test_models_on_a_ring_are_means_of_three(tmp_path):
             for name, array in federation.state.models[str(client)].layers.items():
                 np.testing.assert_allclose(array, expected[client][name], rtol=1e-6, atol=1e-7, err_msg=name)
                 assert array.dtype == start[name].dtype
-    assert not equal(federation.state.models["0"].layers, federation.state.models["2"].layers)
+    assert not same(federation.state.models["0"].layers, federation.state.models["2"].layers)
 
 
 # --- whole runs ---

@@ -244,15 +244,10 @@ def test_clients_with_another_dtype_are_named(caplog):
 
 def test_a_constant_channel_is_not_scaled(tmp_path, caplog):
     """As by scikit-learn's StandardScaler; blank channels fill images up to a fixed number."""
-    folder = tmp_path / "images"
-    folder.mkdir()
-    random = np.random.default_rng(0)
-    for number in range(12):
-        pixels = random.integers(256, size=(8, 8, 3), dtype=np.uint8)
-        pixels[..., 1] = 7
-        np.save(folder / f"{number}.npy", pixels)
+    images = np.random.default_rng(0).integers(256, size=(12, 8, 8, 3), dtype=np.uint8)
+    images[..., 1] = 7
     archive = tmp_path / "images.npz"
-    np.savez(archive, train_images=np.stack([np.load(file) for file in sorted(folder.glob("*.npy"))]))
+    np.savez(archive, train_images=images)
     overrides = ["dataset=medmnist", f"dataset.path={archive}", "dataset.label=null", "dataset.size=8"]
     settings = measured(*overrides, "dataset.splits.train=null", "dataset.splits.test=null")
     assert settings.data.std[1] == 1.0

@@ -291,8 +291,6 @@ def test_the_model_is_the_sum_over_used_updates(tmp_path, seed, buffered):
             ["aggregation.over_selection=2"],
             "aggregation.over_selection=2 but clients_per_round=3 leaves 1 of num_clients=4",
         ),
-        (["aggregation.round_deadline=0"], "aggregation.round_deadline=0 must be a number above 0, or null"),
-        (["aggregation.max_retries=-1"], "aggregation.max_retries=-1 must be an integer of at least 0"),
     ],
 )
 def test_what_cannot_come_is_not_waited_for(tmp_path, overrides, reason):

@@ -129,11 +129,6 @@ REJECTED = {
         ["client_speed=trace", "client_speed.file=no.csv"],
         "no.csv does not exist; choose a CSV file",
     ),
-    "sigma": (["client_speed.sigma_rounds=-1"], "client_speed.sigma_rounds=-1 must be a number from 0 to 10"),
-    "period": (
-        ["availability=diurnal", "availability.period=0"],
-        "availability.period=0 must be a number of at least 1",
-    ),
     "another group": (["availability.fraction=0.5"], "there is no setting 'availability.fraction'"),
 }
 

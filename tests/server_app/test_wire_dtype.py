@@ -16,6 +16,7 @@ from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
 from strategies.types import ServerState
+from tests.arrays import same_bits
 from tests.federation import TINY, Federation
 from tests.server_app.small import LAYERS
 from tests.server_app.test_stragglers import Run
@@ -54,10 +55,6 @@ def rounds(grid_class, folder, *overrides, number):
     return grid, state, reports
 
 
-def same(one, other):
-    return list(one) == list(other) and all(one[name].tobytes() == other[name].tobytes() for name in one)
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -73,8 +70,8 @@ def test_a_network_gives_numbers_and_bytes_of_one_process(overrides, tmp_path):
     grid, there, others = rounds(NetworkGrid, tmp_path / "b", *overrides, number=number)
     assert here.models.keys() == there.models.keys()
     for name, model in here.models.items():
-        assert same(model.layers, there.models[name].layers)
-        assert same(model.broadcast, there.models[name].broadcast)
+        assert same_bits(model.layers, there.models[name].layers)
+        assert same_bits(model.broadcast, there.models[name].broadcast)
     rows, other_rows = ([row for report in some for row in report.clients] for some in (reports, others))
     for row, other, sent, received in zip(rows, other_rows, grid.sent, grid.received, strict=True):
         assert (row.bytes_up, row.bytes_down) == (other.bytes_up, other.bytes_down)

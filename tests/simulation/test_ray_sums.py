@@ -18,6 +18,7 @@ from simulation.ray_session import ray_session
 from simulation.resources import ClientResources
 from strategies.l_dawa import LDAWA
 from strategies.types import GLOBAL, ServerState
+from tests.arrays import same
 from tests.server_app.small import small_federation
 from tests.simulation.test_ray_grid import wait_for_actors
 
@@ -68,11 +69,6 @@ def play(grid, *, rounds=1):
     return state, report
 
 
-def assert_equal(one, other):
-    for name, array in other.models[GLOBAL].layers.items():
-        assert np.array_equal(one.models[GLOBAL].layers[name], array)
-
-
 def test_sums_of_actors_have_equal_bits_and_replace_updates(grid, folder, monkeypatch):
     sizes, get = [], ray.get
 
@@ -85,7 +81,7 @@ def test_sums_of_actors_have_equal_bits_and_replace_updates(grid, folder, monkey
     monkeypatch.setattr(ray, "get", measured)
     state, report = play(grid, rounds=3)
     expected, expected_report = play(LocalGrid(scaling_app(folder), num_clients=CLIENTS), rounds=3)
-    assert_equal(state, expected)
+    assert same(state.models[GLOBAL].layers, expected.models[GLOBAL].layers)
     assert [(row.client, row.cosine, row.bytes_up) for row in report.clients] == [
         (row.client, row.cosine, row.bytes_up) for row in expected_report.clients
     ]
@@ -116,7 +112,7 @@ def test_a_client_that_fails(grid, folder, what):
     finally:
         for file in files:
             file.unlink()
-    assert_equal(state, expected)
+    assert same(state.models[GLOBAL].layers, expected.models[GLOBAL].layers)
     _, report = play(grid)  # the next round is complete
     assert report.dropped == {}
 
@@ -134,7 +130,7 @@ def test_many_fast_clients_run_in_few_tasks(grid, tmp_path, monkeypatch):  # in 
     for actor in list(many._slots):
         many._stop_actor(actor)
     expected, expected_report = play(LocalGrid(app, num_clients=64), rounds=3)
-    assert_equal(state, expected)
+    assert same(state.models[GLOBAL].layers, expected.models[GLOBAL].layers)
     assert report.dropped == expected_report.dropped
     assert list(report.dropped) == [20]
     assert [(row.client, row.cosine, row.bytes_up) for row in report.clients] == [

@@ -87,11 +87,5 @@ def clients_of(start, number=5, dtype=np.float32):
     return updates
 
 
-def same(one, other):
-    return list(one) == list(other) and all(
-        np.array_equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one
-    )
-
-
 def all_layers(updates):
     return [one.layers for one in updates]

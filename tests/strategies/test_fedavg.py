@@ -14,13 +14,13 @@ from strategies.l_dawa import LDAWA, l_dawa, scale_layers
 from strategies.loss_weighted import LossWeighted, loss_weighted
 from strategies.m_dawa import MDAWA, m_dawa
 from strategies.types import CommunicationSummary
+from tests.arrays import same
 from tests.federation import Federation
 from tests.strategies.made import (
     CLIENTS,
     GLOBAL,
     clients_of,
     model,
-    same,
 )
 
 

@@ -1,86 +1,23 @@
 """FedEMA: the mixture by hand and slowly, lambda and d over rounds, what is taken from where, whole runs."""
 
-from functools import partial
-from math import sqrt
-
 import numpy as np
 import pytest
-import torch
 
-from client_app.state_store import save_state
 from fedssl.arrays import is_weight
-from fedssl.config.load import compose
-from fedssl.encoders import conv_small
 from fedssl.errors import InputError
-from fedssl.methods.byol import BYOL
-from fedssl.methods.heads import MLP
-from fedssl.methods.simclr import SimCLR
-from fedssl.model_arrays import exchanged_layers, exchanged_names
+from fedssl.model_arrays import exchanged_names
 from fedssl.rules import check_rules
-from fedssl.wire.messages import TrainPlan
 from strategies.fedema import DISTANCE, LAMBDA, FedEMA, FedEMAClient, blend
 from strategies.fedu import FedUClient
+from tests.arrays import same, same_bits
 from tests.contexts import run_context
 from tests.federation import Federation
 from tests.states import load_tensors
-
-HEAD = partial(MLP, hidden_dim=6, out_dim=4)
-
-# A kernel of n numbers that all move by s moves by s sqrt(n). conv_small of width 2 on 8x8 has kernels of 9 times
-# 1 * 2, 2 * 4, 4 * 8 and 8 * 8 numbers, so d = s * 3 (sqrt(2) + sqrt(8) + sqrt(32) + 8) / 4.
-UNIT = 3 * (sqrt(2) + sqrt(8) + sqrt(32) + 8) / 4
-
-
-def make_byol() -> BYOL:
-    return BYOL(conv_small(channels=1, size=8, width=2), projector=HEAD, predictor=HEAD, ema_decay=0.9)
-
-
-def make_simclr() -> SimCLR:
-    return SimCLR(conv_small(channels=1, size=8, width=2), projector=HEAD, temperature=0.5)
-
-
-def make_plan(round, method, seed):
-    """A plan with read-only layers of the shapes of the method's, all numbers different from seed to seed."""
-    random = np.random.default_rng(seed)
-    layers = {
-        name: np.asarray(random.uniform(0.5, 1.5, array.shape).astype(array.dtype) + array.dtype.type(10 * seed))
-        for name, array in exchanged_layers(method).items()
-    }
-    for array in layers.values():
-        array.flags.writeable = False
-    return TrainPlan(round=round, layers=layers, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="")
-
-
-def snapshot(method):
-    return {name: value.detach().numpy().copy() for name, value in method.named_tensors.items()}
-
-
-def participate(method, strategy, plan, folder, *, step):
-    """One client's part in a round as `ClientWorker` plays it; training moves kernels by ``step`` and all else by 1."""
-    half, state = strategy.client, load_tensors(folder, before=plan.round)
-    start = half.load_start(method, plan, state)
-    began = snapshot(method)
-    assert all(np.array_equal(array, began[name]) for name, array in start.items())
-    with torch.no_grad():
-        for value in method.named_tensors.values():
-            value.add_(step if value.ndim == 4 else 1)
-    ended = snapshot(method)
-    kept = half.state_to_save(method, plan, start=start, state=state)
-    if kept:
-        save_state(folder, kept, round=plan.round, oldest_resumable=0)
-    sent = half.layers_to_upload(method, plan)
-    assert list(sent) == exchanged_names(method)
-    for name, array in sent.items():
-        np.testing.assert_array_equal(array, ended[name])  # NaN equals NaN here
-    return began, ended
+from tests.strategies.clients import UNIT, make_byol, make_plan, make_simclr, participate, some_layers
 
 
 def is_statistic(name):
     return name.endswith(("running_mean", "running_var", "num_batches_tracked"))
-
-
-def same(one, other):
-    return list(one) == list(other) and all(np.array_equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize(
@@ -149,9 +86,10 @@ def test_lambda_is_set_once_and_mu_every_round(tmp_path, make):
     previous = {}
     shared_method, shared_strategy = make(), FedEMA(tau=0.6)
     for round, step in steps.items():
-        plan, mu = make_plan(round, make(), round), shares[round]
+        plan, mu = make_plan(round, some_layers(shared_method, round)), shares[round]
         participate(shared_method, shared_strategy, plan, tmp_path / "other", step=3 * step)
-        began, ended = participate(shared_method, shared_strategy, plan, tmp_path / "shared", step=step)
+        began, ended, sent = participate(shared_method, shared_strategy, plan, tmp_path / "shared", step=step)
+        assert same_bits(sent, {name: ended[name] for name in exchanged_names(shared_method)})
         # In a process of its own a client does the same as among others.
         assert same(began, participate(make(), FedEMA(tau=0.6), plan, tmp_path / "fresh", step=step)[0])
         state = load_tensors(tmp_path / "shared", before=round + 1)
@@ -213,11 +151,7 @@ def test_frozen_stages_are_the_servers_calibrated_ones(tmp_path, monkeypatch, ov
     assert len(received) == 8
 
 
-def test_refused_settings():
-    with pytest.raises(InputError, match="^strategy.tau=-1 must be a number of at least 0"):
-        compose(["strategy=fedema", "strategy.tau=-1"])
-    with pytest.raises(InputError, match="^strategy.distance=l1 must be mean_conv_l2 or squared_l2"):
-        compose(["strategy=fedema", "strategy.distance=l1"])
+def test_a_method_without_trained_kernels_is_refused():
     method = make_simclr()
     method.encoder.requires_grad_(False)
     with pytest.raises(InputError, match="of which nothing is trained; set another strategy"):

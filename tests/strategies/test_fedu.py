@@ -1,91 +1,29 @@
 """FedU: every cell of Table 4, when DAPU decides and when that holds, L-DAWA_FedU."""
 
 from functools import partial
-from math import sqrt
 
 import numpy as np
 import pytest
 import torch
 
-from client_app.state_store import save_state
 from fedssl.arrays import GlobalLayers
-from fedssl.config.load import compose
-from fedssl.encoders import Encoder, conv_small
+from fedssl.encoders import Encoder
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
-from fedssl.methods.byol import BYOL
-from fedssl.methods.heads import MLP
-from fedssl.methods.simclr import SimCLR
-from fedssl.model_arrays import exchanged_layers, exchanged_names
+from fedssl.model_arrays import exchanged_names
 from fedssl.rules import check_rules
-from fedssl.wire.messages import NUM_EXAMPLES, ClientUpdate, TrainPlan
+from fedssl.wire.messages import NUM_EXAMPLES, ClientUpdate
 from strategies.fedu import DISTANCE, USE_GLOBAL_PREDICTOR, FedU
 from strategies.l_dawa import l_dawa, scale_layers
 from strategies.l_dawa_fedu import LDAWAFedU
+from tests.arrays import same
 from tests.contexts import run_context
 from tests.states import load_tensors
-
-HEAD = partial(MLP, hidden_dim=6, out_dim=4)
-
-
-def make_byol(*, target_init: str = "persist") -> BYOL:
-    return BYOL(
-        conv_small(channels=1, size=8, width=2), projector=HEAD, predictor=HEAD, ema_decay=0.9, target_init=target_init
-    )
-
-
-def make_simclr() -> SimCLR:
-    return SimCLR(conv_small(channels=1, size=8, width=2), projector=HEAD, temperature=0.5)
-
-
-def make_plan(round, layers, *, read_only=True):
-    for array in layers.values():
-        array.flags.writeable = not read_only
-    return TrainPlan(round=round, layers=layers, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="")
-
-
-def some_layers(method, seed):
-    """Layers of the shapes of the method's travelling ones, all numbers different from seed to seed."""
-    random = np.random.default_rng(seed)
-    return {
-        name: np.asarray(random.uniform(0.5, 1.5, array.shape).astype(array.dtype) + array.dtype.type(10 * seed))
-        for name, array in exchanged_layers(method).items()
-    }
+from tests.strategies.clients import UNIT, make_byol, make_plan, make_simclr, participate, some_layers
 
 
 def in_pairs(method):
     return run_context(method, num_clients=10, clients_per_round=2)
-
-
-def snapshot(method):
-    return {name: value.detach().numpy().copy() for name, value in method.named_tensors.items()}
-
-
-@torch.no_grad()
-def train(method, *, step):
-    """Move every layer, counters included: kernels by ``step``, all others by 1, targets by 2."""
-    for name, value in method.named_tensors.items():
-        kernel = name.startswith("encoder.") and value.ndim == 4
-        value.add_(step if kernel else 2 if name.startswith("target_") else 1)
-
-
-def participate(method, strategy, plan, folder, *, step=0.25):
-    """One client's part in a round as `ClientWorker` plays it; the layers it began with, ended with and sent."""
-    half, state = strategy.client, load_tensors(folder, before=plan.round)
-    start = half.load_start(method, plan, state)
-    began = snapshot(method)
-    assert all(np.array_equal(array, began[name]) for name, array in start.items())
-    train(method, step=step)
-    ended = snapshot(method)
-    kept = half.state_to_save(method, plan, start=start, state=state)
-    if kept:
-        save_state(folder, kept, round=plan.round, oldest_resumable=0)
-    sent = {name: array.copy() for name, array in half.upload(method, plan).items()}
-    return began, ended, sent
-
-
-def same(one, other):
-    return list(one) == list(other) and all(np.array_equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize(
@@ -129,15 +67,11 @@ def test_every_cell_of_table_4(tmp_path, aggregate, update, predictor):
 @pytest.mark.parametrize(("make", "head"), [(make_byol, "predictor"), (make_simclr, "projector")])
 @pytest.mark.parametrize("strategy", [FedU, LDAWAFedU])
 def test_the_decision_of_one_round_holds_in_the_next_one(tmp_path, make, head, strategy):
-    # A kernel of n numbers that all move by s moves by s sqrt(n). conv_small of width 2 on 8x8 has kernels of 9 times
-    # 1 * 2, 2 * 4, 4 * 8 and 8 * 8 numbers, so d = s * 3 (sqrt(2) + sqrt(8) + sqrt(32) + 8) / 4.
-    unit = 3 * (sqrt(2) + sqrt(8) + sqrt(32) + 8) / 4
-    threshold = 0.25 * unit
     steps = {1: 0.5, 2: 0.125, 3: 0.125, 4: 0.5, 5: 0.5}
     takes_global = {1: True, 2: False, 3: True, 4: True, 5: False}  # the first always, then what the round before said
     previous = {}
     for round, step in steps.items():
-        method, tested = make(), strategy(predictor_threshold=threshold)  # as in a new process
+        method, tested = make(), strategy(predictor_threshold=0.25 * UNIT)  # as in a new process
         plan = make_plan(round, some_layers(method, round))
         began, ended, _ = participate(method, tested, plan, tmp_path, step=step)
         for name, array in began.items():
@@ -149,7 +83,7 @@ def test_the_decision_of_one_round_holds_in_the_next_one(tmp_path, make, head, s
                 expected = plan.layers[name]
             np.testing.assert_array_equal(array, expected, err_msg=f"round {round}: {name}")
         state = load_tensors(tmp_path, before=round + 1)
-        assert float(state[DISTANCE]) == pytest.approx(step * unit, rel=1e-5)
+        assert float(state[DISTANCE]) == pytest.approx(step * UNIT, rel=1e-5)
         assert bool(state[USE_GLOBAL_PREDICTOR]) == (step == 0.125)
         # No more than the next participation needs.
         parts = {name.partition(".")[0] for name in state}
@@ -189,22 +123,6 @@ def make_bare():
 def test_refused_combinations(strategy, options, make, sentence):
     with pytest.raises(InputError, match=sentence):
         check_rules([strategy(**options).problem], in_pairs(make()))
-
-
-@pytest.mark.parametrize(
-    ("option", "sentence"),
-    [
-        ("aggregate=both", "online or target"),
-        ("update=none", "online or target or both"),
-        ("predictor=mine", "dapu or global or local"),
-        ("distance=l2", "mean_conv_l2 or squared_l2"),
-        ("predictor_threshold=-0.1", "a number of at least 0"),
-    ],
-)
-@pytest.mark.parametrize("strategy", ["fedu", "l_dawa_fedu"])
-def test_refused_options(strategy, option, sentence):
-    with pytest.raises(InputError, match=f"^strategy.{option} must be {sentence};"):
-        compose([f"strategy={strategy}", f"strategy.{option}"])
 
 
 @pytest.mark.parametrize(

@@ -1,47 +1,25 @@
 """Per-SSL: the pull to the received model by hand, what is a client's own, and what it leaves alone."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
 
-from fedssl.encoders import conv_small
-from fedssl.methods.byol import BYOL
-from fedssl.methods.heads import MLP
 from fedssl.model_arrays import exchanged_layers, exchanged_names, local_names
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 from fedssl.views import Views
-from fedssl.wire.messages import TrainPlan
 from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.training_loop import run_round
 from strategies.per_ssl import PERSONAL, PersonalClient, ProximalTo
+from tests.arrays import same
 from tests.federation import Federation
 from tests.states import load_tensors
+from tests.strategies.clients import make_byol, make_plan, snapshot
 
-HEAD = partial(MLP, hidden_dim=6, out_dim=4)
 NOTHING = torch.empty(0)
-
-
-def make_byol(target_init: str = "persist") -> BYOL:
-    encoder = conv_small(channels=1, size=8, width=2)
-    return BYOL(encoder, projector=HEAD, predictor=HEAD, ema_decay=0.9, target_init=target_init)
-
-
-def plan_of(layers, round=1):
-    return TrainPlan(round=round, layers=layers, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="")
-
-
-def snapshot(method):
-    return {name: value.detach().numpy().copy() for name, value in method.named_tensors.items()}
 
 
 def personal_of(state):
     return {name.removeprefix(PERSONAL): np.asarray(value) for name, value in state.items() if PERSONAL in name}
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
 def add_one(method):
@@ -90,10 +68,10 @@ def test_a_step_by_hand(weight, expected):
 def test_a_personal_model_begins_as_the_received_one():
     method, half = make_byol(), PersonalClient(weight=0.1)
     received = exchanged_layers(make_byol())
-    half.load_start(method, plan_of(received), None)
+    half.load_start(method, make_plan(1, received), None)
     add_one(method)(Regularizer())  # the global model is trained
     before = snapshot(method)
-    state = half.train_personalized(method, plan_of(received), None, train=add_one(method))
+    state = half.train_personalized(method, make_plan(1, received), None, train=add_one(method))
     assert same(snapshot(method), before)  # and is sent as it was
     assert state.keys() == {PERSONAL + name for name in [*exchanged_names(method), *local_names(method)]}
     assert not method.named_tensors.keys() & state.keys()
@@ -102,7 +80,7 @@ def test_a_personal_model_begins_as_the_received_one():
         np.testing.assert_array_equal(array, received[name.removeprefix("target_")] + 1)
 
     received = {name: array + array.dtype.type(7) for name, array in received.items()}
-    second = personal_of(half.train_personalized(method, plan_of(received, 2), state, train=add_one(method)))
+    second = personal_of(half.train_personalized(method, make_plan(2, received), state, train=add_one(method)))
     for name, array in second.items():
         np.testing.assert_array_equal(array, first[name] + 1)
 

@@ -14,6 +14,7 @@ from fedssl.wire.messages import ClientUpdate
 from strategies.fedavg import fedavg
 from strategies.krum import Krum, krum
 from strategies.robust import Median, TrimmedMean, median, trimmed_mean
+from tests.arrays import same
 from tests.contexts import run_context
 from tests.federation import Federation
 from tests.server_app.small import LAYERS
@@ -50,12 +51,6 @@ def clients_of(start, number, *, spread=0.1, seed=1):
         }
         updates.append(ClientUpdate(layers=layers, partition_id=k, num_examples=10))
     return updates
-
-
-def same(one, other):
-    return list(one) == list(other) and all(
-        np.array_equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one
-    )
 
 
 #

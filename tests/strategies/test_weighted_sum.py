@@ -16,6 +16,7 @@ from strategies.l_dawa import l_dawa
 from strategies.loss_weighted import loss_weighted
 from strategies.m_dawa import m_dawa
 from strategies.weighted_sum import WeightedSum, num_per_block
+from tests.arrays import same
 from tests.strategies.made import (
     all_layers,
     clients_of,
@@ -23,7 +24,6 @@ from tests.strategies.made import (
     every_weighted_sum,
     layers,
     model,
-    same,
     update,
 )
 

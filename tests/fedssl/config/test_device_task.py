@@ -5,8 +5,9 @@ import json
 import pytest
 
 from fedssl.config.device_task import compose_task, make_task
-from fedssl.config.load import compose, parse_client_config, training_components
+from fedssl.config.load import compose, parse_client_config
 from fedssl.config.overrides import CONF
+from fedssl.config.typed_settings import training_components
 from fedssl.errors import InputError, RequestRefused
 from tests.cases import some
 
@@ -71,7 +72,6 @@ def test_what_devices_cannot_be_told_is_refused_by_the_server(overrides, sentenc
 
 
 NOT_PLAIN = [
-    ("encoder.width", "${oc.env:HOME}", "encoder.width has an interpolation"),
     ("encoder.width", "wide", "encoder.width=wide must be an integer from 1 to 65536; the default is 32"),
     ("encoder.width", 1.5, "encoder.width=1.5 must be an integer from 1 to 65536; the default is 32"),
     ("encoder.width", True, "encoder.width=true must be an integer from 1 to 65536; the default is 32"),
@@ -80,7 +80,6 @@ NOT_PLAIN = [
     ("method.projector.num_layers", 1000, "method.projector.num_layers is beyond 256"),
     ("optimizer.lr", float("inf"), "optimizer.lr is inf, which is not finite"),
     ("clip_norm", "${x}", "clip_norm has an interpolation"),
-    ("clip_norm", {"_target_": "os.mkdir"}, "clip_norm has the key '_target_'"),
     ("optimizer.fused", {"_target_": "os.mkdir"}, "optimizer.fused has the key '_target_'"),
     (
         "augmentation.views",
@@ -102,7 +101,6 @@ NOT_PLAIN = [
     ("encoder", {"_target_": "os.mkdir"}, "there is no setting 'encoder'"),
     ("run_id", "../x", "run_id='../x' is not a valid run id"),
     ("run_id", 5, "run_id='5' is not a valid run id"),
-    ("batch_size", 0, "batch_size=0 must be an integer of at least 2; the default is 64"),
     ("local_epochs", -1, "local_epochs=-1 must be an integer of at least 0; the default is 5"),
     ("rounds", 10**7, "rounds is beyond 1000000"),
     ("seed", -1, "seed=-1 must be an integer of at least 0; the default is 0"),

@@ -76,10 +76,6 @@ def test_every_file_composes(overrides):
             ["dataset.mean=[nan]"],
             r"dataset.mean=\[nan\] must be a list of numbers from -100000 to 100000; the default is \[0.3053\]",
         ),
-        (
-            ["regularizer=prox", "regularizer.weight=nan"],
-            r"regularizer.weight=nan must be a finite number of at least 0; the default is 0.01",
-        ),
         (["output_dir="], r"output_dir is empty; set a path, or null"),
         (["rounds=${nothing}"], r"Interpolation key 'nothing' not found"),
         (["partition.alpha=true"], r"partition.alpha=true must be a number above 0; the default is 0.5"),
@@ -95,12 +91,6 @@ def test_every_file_composes(overrides):
         ),
         (["clip_norm=0"], r"clip_norm=0 must be a number above 0, or null; the default is null"),
         (["clip_norm=long"], r"clip_norm=long must be a number above 0, or null; the default is null"),
-        (["aggregation.max_norm_ratio=0.5"], r"aggregation.max_norm_ratio=0.5 must be a number of at least 1, or null"),
-        (
-            ["aggregation.max_norm_ratio=nan"],
-            r"aggregation.max_norm_ratio=nan must be a finite number of at least 1, or null",
-        ),
-        (["aggregation.max_examples=0"], r"aggregation.max_examples=0 must be an integer of at least 1"),
         (["seed=-1"], r"seed=-1 must be an integer of at least 0; the default is 0"),
         (["~strategy"], r"~strategy deletes a required setting"),
         (["strategy=["], r"the command line cannot be parsed"),

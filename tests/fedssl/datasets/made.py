@@ -9,8 +9,8 @@ import pyarrow as pa
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
-from fedssl.config.load import read_data
 from fedssl.config.settings import DataSettings
+from fedssl.config.typed_settings import read_data
 from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.image_index import Query, SequenceIndex
 from fedssl.datasets.images import ImageSource

@@ -4,8 +4,7 @@ import json
 
 from fedssl.fleet import device_cli, history
 from server_app import nodes
-from tests.devices import Devices, context, run_server_app, write_images
-from tests.server_app.test_edge_clients import SMALL
+from tests.devices import SMALL, Devices, context, run_server_app, write_images
 
 
 def test_training_refusals_and_encoders_are_recorded_and_shown(tmp_path, monkeypatch, capsys):

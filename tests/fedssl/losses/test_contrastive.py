@@ -1,6 +1,7 @@
 """Contrastive losses against slow transcriptions of their equations and numbers computed by hand."""
 
 import math
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
 
 
-def slow_nt_xent(z1: Tensor, z2: Tensor, temperature: float) -> float:
+def slow_nt_xent(z1: Tensor, z2: Tensor, temperature: float, negatives: Iterable[Tensor] = ()) -> float:
     z, n = [*z1, *z2], len(z1)
     losses = []
     for i in range(2 * n):
         other = i + n if i < n else i - n
-        denominator = sum(math.exp(cosine(z[i], z[k]) / temperature) for k in range(2 * n) if k != i)
+        others = [*(z[k] for k in range(2 * n) if k != i), *negatives]
+        denominator = sum(math.exp(cosine(z[i], one) / temperature) for one in others)
         losses.append(-math.log(math.exp(cosine(z[i], z[other]) / temperature) / denominator))
     return sum(losses) / len(losses)
 

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from torch import nn
 
 from fedssl.config.load import compose
@@ -20,13 +19,15 @@ from fedssl.methods.barlow_twins import BarlowTwins
 from fedssl.methods.base import build_method
 from fedssl.methods.heads import MLP
 from fedssl.methods.simclr import SimCLR
+from fedssl.model_arrays import local_names
 from fedssl.seeding import torch_generator
 from fedssl.views import Views
 from tests.cases import some
-from tests.fedssl.methods.made import HEAD, encoder, step, views
+from tests.federation import Federation
+from tests.fedssl.methods.made import HEAD, encoder, mean_by_images, step, views
 from tests.fedssl.methods.test_byol import make_byol
 from tests.fedssl.methods.test_moco_v3 import make_moco
-from tests.methods import MASKED, WHOLE, overrides_of
+from tests.methods import MASKED, overrides_of
 
 CONF = Path(__file__).parents[3] / "conf"
 
@@ -142,6 +143,7 @@ def test_settings_out_of_range_are_refused_in_one_sentence(setting: str) -> None
     [
         ("method=simsiam method.predictor.out_dim=9", "method.predictor.out_dim=9 must equal method.projector.out_dim"),
         ("method=byol method.predictor.out_dim=9", "method.predictor.out_dim=9 must equal method.projector.out_dim"),
+        ("method=fedx method.predictor.out_dim=9", "method.predictor.out_dim=9 must equal method.projector.out_dim"),
         ("method=fedca method.dictionary_capacity=2", "method.dictionary_capacity=2 must be at least method.sent_per_"),
         ("method=orchestra method.queue_size=2", "method.queue_size=2 must be at least method.local_clusters="),
     ],
@@ -219,20 +221,46 @@ def test_heads_without_normalization_and_a_frozen_patch_embedding() -> None:
     assert not moco.encoder.conv_proj.weight.requires_grad
 
 
-@pytest.mark.parametrize("file", [name for name in WHOLE if name != "distillation"])  # which needs a teacher
-def test_every_yaml_builds(file: str) -> None:
-    config = OmegaConf.create(
-        {"method": OmegaConf.load(CONF / "method" / f"{file}.yaml"), "dataset": {"num_classes": 3}}
-    )
-    if "projector" in config.method:
-        config.method.projector.out_dim = 24
-    network = encoder()
-    method = instantiate(config.method, encoder=network)
-    assert method.encoder is network
-    if "projector" in config.method:
-        assert method.projector.out_features == 24
-    batch = Views.of(*views(), labels=torch.tensor([0, 1, 2, 0, 1, 2]))
-    assert method.loss(batch if method.uses_labels else method.inputs(batch)).isfinite()
+TEACHER = "target_encoder target_projector target_prototypes"
+# Exchanged parts, and those that stay with a client.
+PARTS = {
+    "vicreg": ("encoder projector", ""),
+    "swav method.freeze_prototypes_rounds=0": ("encoder projector prototypes", ""),
+    "dino method.freeze_last_layer_rounds=0": ("encoder projector prototypes center", TEACHER),
+    "dino method.freeze_last_layer_rounds=0 method.target_init=average": (
+        f"encoder projector prototypes center {TEACHER}",
+        "",
+    ),
+    "ibot method.freeze_last_layer_rounds=0": (
+        "encoder projector prototypes center patch_center mask_token",
+        TEACHER,
+    ),
+    "ibot method.freeze_last_layer_rounds=0 method.target_init=average": (
+        f"encoder projector prototypes center patch_center mask_token {TEACHER}",
+        "",
+    ),
+    "ijepa": ("encoder predictor", "target_encoder"),
+    "mae": ("encoder decoder", ""),
+}
+
+
+@pytest.mark.parametrize(
+    "method", some(PARTS, default=[one for one in PARTS if "freeze_last" not in one or "average" in one])
+)
+def test_the_server_averages_exchanged_parts_by_images(tmp_path: Path, method: str) -> None:
+    name, *changed = method.split()
+    exchanged, local = (set(parts.split()) for parts in PARTS[method])
+    overrides = ["strategy=fedavg", "num_clients=2", "partition=dirichlet", "partition.alpha=0.3", "optimizer.lr=0.1"]
+    federation = Federation(tmp_path, *overrides_of(name), *changed, *overrides)
+    layers = federation.run(1)
+    assert {name.partition(".")[0] for name in layers} == exchanged
+    assert {name.partition(".")[0] for name in local_names(federation.method)} == local
+    for name, array in layers.items():
+        if array.dtype.kind == "f":
+            np.testing.assert_allclose(array, mean_by_images(federation, name), rtol=1e-5, atol=1e-6, err_msg=name)
+    one, other = (update["arrays"] for update in federation.updates)
+    differ = {name.partition(".")[0] for name in layers if np.abs(one[name].numpy() - other[name].numpy()).max() > 1e-6}
+    assert differ == exchanged
 
 
 @pytest.mark.parametrize("name", ["dino", "fedca", "ibot", "lejepa", "mar", "orchestra", "simclr", "swav", "vicreg"])

@@ -3,24 +3,15 @@
 from functools import partial
 from math import cos, pi
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from fedssl.encoders import conv_small
 from fedssl.losses import dino
-from fedssl.methods.base import build_method
 from fedssl.methods.dino import DINO, Center, assignment_entropies
 from fedssl.methods.heads import MLP, PrototypeHead
 from fedssl.model_arrays import exchanged_names, local_names
-from fedssl.views import LOCAL, View, Views
-from fedssl.wire.messages import ARRAYS
-from fedssl.wire.records import record_to_arrays
-from server_app.collapse_monitor import CollapseMonitor
-from strategies.types import GLOBAL
-from tests.cases import some
-from tests.federation import Federation
+from tests.failures import failures_after
+from tests.fedssl.methods.made import draw, encoder, multi_crop, step
 
 WORDS = ["method=dino", "augmentation=digits_multi_crop"]
 SMALL = ["method.projector.hidden_dim=16", "method.projector.out_dim=6", "method.num_prototypes=10", "batch_size=16"]
@@ -37,20 +28,8 @@ SETTINGS = {
 
 
 def make_dino(**changed) -> DINO:
-    torch.manual_seed(0)
-    encoder = conv_small(channels=1, size=8, width=4)
     projector = partial(MLP, hidden_dim=16, out_dim=6, num_layers=3, batch_norm=False, activation="gelu")
-    return DINO(encoder, projector=projector, num_prototypes=10, **(SETTINGS | changed))
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def make_views(batch: int = 6, *, local: int = 2) -> Views:
-    """Two global views of 8 x 8 pixels, and local ones of 4 x 4."""
-    views = [View(draw(batch, 1, 8, 8, seed=seed)) for seed in (1, 2)]
-    return Views((*views, *(View(draw(batch, 1, 4, 4, seed=3 + number), LOCAL) for number in range(local))))
+    return DINO(encoder(), projector=projector, num_prototypes=10, **(SETTINGS | changed))
 
 
 def test_the_teachers_temperature_changes_linearly_by_hand() -> None:
@@ -64,26 +43,19 @@ def test_the_teachers_temperature_changes_linearly_by_hand() -> None:
     assert temperatures(make_dino(warmup_rounds=0)) == [0.07] * 5
 
 
-def step(method: DINO, views: Views, *, lr: float = 0.5) -> None:
-    optimizer = torch.optim.SGD([p for p in method.parameters() if p.requires_grad], lr=lr)
-    method.loss(views).backward()
-    optimizer.step()
-    method.on_step_end()
-
-
 def test_prototypes_return_cosines() -> None:
     """(3, 4) with the prototypes (1, 0) and (0, 5): 3/5 and 4/5, whatever the lengths."""
     head = PrototypeHead(2, num_prototypes=2)
     with torch.no_grad():
         head.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 5.0]]))
     torch.testing.assert_close(head(torch.tensor([[3.0, 4.0], [30.0, 40.0]])), torch.tensor([[0.6, 0.8]] * 2))
-    assert head(draw(3, 7, 2)).shape == (3, 7, 2)  # tokens of images
+    assert head(draw(3, 7, 2).float()).shape == (3, 7, 2)  # tokens of images
     assert head.out_features == 2
 
 
 @pytest.mark.parametrize("local", [0, 2])
 def test_the_loss_is_that_of_its_forward_passes(local: int) -> None:
-    method, views = make_dino(), make_views(local=local)
+    method, views = make_dino(), multi_crop(num_local=local)
     step(method, views)  # teacher and student differ, and the center is not zero
     center = method.center.running_mean.clone()
     assert center.abs().min() > 0
@@ -100,7 +72,7 @@ def test_the_teacher_does_not_see_local_views() -> None:
     method = make_dino()
     seen = []
     method.target_encoder.register_forward_hook(lambda module, inputs, output: seen.append(tuple(inputs[0].shape)))
-    method.loss(make_views())
+    method.loss(multi_crop(num_local=2))
     assert seen == [(12, 1, 8, 8)]
 
 
@@ -118,7 +90,7 @@ def test_entropies_by_hand(rows, expected) -> None:
 
 
 def test_the_student_is_trained_and_the_teacher_follows() -> None:
-    method, views = make_dino(freeze_last_layer_rounds=0), make_views()
+    method, views = make_dino(freeze_last_layer_rounds=0), multi_crop(num_local=2)
     before = {name: value.detach().double() for name, value in method.named_parameters()}
     step(method, views)
     for name, value in method.named_parameters():
@@ -133,7 +105,7 @@ def test_the_student_is_trained_and_the_teacher_follows() -> None:
 
 
 def test_prototypes_are_frozen_in_the_first_rounds() -> None:
-    method, views = make_dino(freeze_last_layer_rounds=2), make_views()
+    method, views = make_dino(freeze_last_layer_rounds=2), multi_crop(num_local=2)
     method.start_round(first=True)
     assert "prototypes.weight" in method.trainable
     for method.round in (1, 2, 3):
@@ -188,64 +160,23 @@ def test_what_is_exchanged(target_init: str) -> None:
 )
 def test_the_teacher_at_the_start_of_a_round(target_init: str, first: bool, copied: bool) -> None:
     method = make_dino(target_init=target_init, freeze_last_layer_rounds=0)
-    step(method, make_views())
+    step(method, multi_crop(num_local=2))
     before = method.target_prototypes.weight.clone()
     method.start_round(first=first)
     assert torch.equal(method.target_prototypes.weight, method.prototypes.weight) == copied
     assert torch.equal(method.target_prototypes.weight, before) != copied
 
 
-def two_clients(folder, *overrides: str) -> tuple[Federation, list[int], list[dict]]:
-    """Run a round of two clients with different numbers of images; return these numbers and the uploads."""
-    words = ["num_clients=2", "dataset.limit=40", "partition=dirichlet", "partition.alpha=0.5", *WORDS, *SMALL]
-    federation = Federation(folder, *words, "rounds=3", *overrides)
-    federation.run(1)
-    sizes = [len(part) for part in federation.components.client_data.parts]
-    assert sizes[0] != sizes[1]
-    return federation, sizes, [record_to_arrays(update.array_records[ARRAYS]) for update in federation.updates]
-
-
-@pytest.mark.parametrize("target_init", some(["persist", "average"], default=["average"]))
-def test_the_server_averages_center_and_prototypes_by_examples(tmp_path, target_init: str) -> None:
-    federation, sizes, sent = two_clients(tmp_path, "strategy=fedavg", f"method.target_init={target_init}")
-    names = ["center.running_mean", "prototypes.weight"]
-    names += ["target_prototypes.weight"] if target_init == "average" else []
-    assert ("target_prototypes.weight" in sent[0]) == (target_init == "average")
-    for name in names:
-        mean = sum(size * layers[name].astype(float) for size, layers in zip(sizes, sent, strict=True)) / sum(sizes)
-        np.testing.assert_allclose(federation.layers[name], mean, rtol=1e-5, atol=1e-7)
-    assert np.abs(sent[0]["center.running_mean"] - sent[1]["center.running_mean"]).max() > 1e-3
-
-
-def trained(folder, *overrides: str) -> tuple[list[str], dict[str, float]]:
-    """Return the failures and diagnostics of a global model after two rounds."""
-    federation = Federation(folder, *WORDS, *SMALL, "strategy=fedavg", "rounds=2", *overrides)
-    layers = federation.run(2)
-    settings = federation.settings
-    monitor = CollapseMonitor(
-        build_method(settings.model),
-        data=settings.data,
-        num_images=40,
-        augment=settings.training.augmentation.instantiate(),
-        device=torch.device("cpu"),
-        seed=0,
-    )
-    report = monitor.finish({GLOBAL: layers})
-    return list(report.failures), report.rows[0]
-
-
 def test_a_warm_teacher_is_uniform(tmp_path) -> None:
-    failures, _ = trained(tmp_path, "method.teacher_temperature=1", "method.warmup_teacher_temperature=1")
-    assert len(failures) == 1
-    assert "all prototypes equally; lower method.teacher_temperature" in failures[0]
+    temperatures = ["method.teacher_temperature=1", "method.warmup_teacher_temperature=1"]
+    (failure,) = failures_after(tmp_path, 2, *WORDS, *SMALL, *temperatures)
+    assert "all prototypes equally; lower method.teacher_temperature" in failure
 
 
 def test_without_centering_one_prototype_is_left(tmp_path) -> None:
-    failures, _ = trained(
-        tmp_path, "method.center_momentum=1", "method.teacher_temperature=0.01", "optimizer.lr=0.1", "local_epochs=3"
-    )
-    assert len(failures) == 1
-    assert "all images to one prototype; lower method.center_momentum" in failures[0]
+    uncentered = ["method.center_momentum=1", "method.teacher_temperature=0.01", "optimizer=sgd", "optimizer.lr=0.1"]
+    (failure,) = failures_after(tmp_path, 2, *WORDS, *SMALL, *uncentered)
+    assert "all images to one prototype; lower method.center_momentum" in failure
 
 
 def test_the_center_moves_in_train_mode_only():

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from client_app.worker import release_worker
 from fedssl.config.device_task import compose_task, make_task
-from fedssl.config.load import compose, parse_client_config, training_components
+from fedssl.config.load import compose, parse_client_config
+from fedssl.config.typed_settings import training_components
 from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.losses import feature_mse, similarity_distillation, teacher_distance
@@ -31,7 +32,7 @@ from server_app.initial_weights import load_teacher
 from server_app.round import Round
 from simulation.run import run
 from strategies.types import GLOBAL, ServerState
-from tests.devices import Devices, ask, context, write_images
+from tests.devices import FORM, Devices, ask, context, write_images
 from tests.federation import Federation, finish
 from tests.methods import overrides_of, save_teacher, teacher_file
 from tests.resuming import repeat_from
@@ -187,8 +188,7 @@ def test_what_does_not_fit_is_refused(tmp_path, overrides, sentence):
         Federation(tmp_path, *overrides)
 
 
-DEVICE = ["rounds=3", "local_epochs=1", "encoder.width=4", "dataset=folder", "dataset.size=8", "run_id=mine"]
-DEVICE += ["dataset.channels=1", "dataset.mean=[0.5]", "dataset.std=[0.5]", "strategy=fedavg", "batch_size=4"]
+DEVICE = [*FORM, "rounds=3", "local_epochs=1", "encoder.width=4", "strategy=fedavg", "run_id=mine", "batch_size=4"]
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """FedCA: its loss slowly and by hand, the dictionary, the teacher, what travels, and whole runs."""
 
-import math
 from functools import partial
 
 import numpy as np
@@ -9,8 +8,6 @@ import torch
 from torch import Tensor
 
 from fedssl.config.load import compose
-from fedssl.encoders import conv_small
-from fedssl.export import save_encoder
 from fedssl.losses import nt_xent, teacher_distance
 from fedssl.methods.base import build_method
 from fedssl.methods.fedca import FedCA, enqueue
@@ -23,6 +20,9 @@ from server_app.messaging import receive
 from server_app.round import Round
 from strategies.types import GLOBAL
 from tests.federation import Federation, finish
+from tests.fedssl.losses.test_contrastive import slow_nt_xent
+from tests.fedssl.methods.made import draw, encoder, step, views
+from tests.methods import save_teacher
 
 HEAD = partial(MLP, hidden_dim=16, out_dim=4)
 WORDS = ["method=fedca", "strategy=fedavg", "method.projector.hidden_dim=16", "method.projector.out_dim=8"]
@@ -30,18 +30,9 @@ WORDS += ["method.sent_per_round=3", "method.dictionary_capacity=8"]
 ALIGNED = ["method.alignment_weight=0.5"]
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def images(batch: int = 6) -> tuple[Tensor, Tensor]:
-    return draw(batch, 1, 8, 8, seed=1).float(), draw(batch, 1, 8, 8, seed=2).float()
-
-
 def make_method(*, temperature=0.5, sent_per_round=3, dictionary_capacity=5, alignment_weight=0.0) -> FedCA:
-    torch.manual_seed(0)
     return FedCA(
-        conv_small(channels=1, size=8, width=4),
+        encoder(),
         projector=HEAD,
         temperature=temperature,
         sent_per_round=sent_per_round,
@@ -57,24 +48,11 @@ def with_entries(method: FedCA, rows: Tensor) -> FedCA:
     return method
 
 
-def slowly(z1: Tensor, z2: Tensor, negatives: Tensor, temperature: float) -> float:
-    z, n = [*z1, *z2], len(z1)
-
-    def s(a: Tensor, b: Tensor) -> float:
-        return math.exp(float(a @ b) / math.sqrt(float(a @ a) * float(b @ b)) / temperature)
-
-    losses = []
-    for i in range(2 * n):
-        others = sum(s(z[i], z[k]) for k in range(2 * n) if k != i) + sum(s(z[i], d) for d in negatives)
-        losses.append(-math.log(s(z[i], z[(i + n) % (2 * n)]) / others))
-    return sum(losses) / len(losses)
-
-
 @pytest.mark.parametrize(("batch", "entries"), [(1, 1), (4, 7), (5, 0)])
 def test_further_negatives_against_the_equation(batch, entries):
     z1, z2, negatives = draw(batch, 6, seed=1), draw(batch, 6, seed=2), draw(entries, 6, seed=3)
     result = nt_xent(z1, z2, temperature=0.3, negatives=negatives)
-    assert result.item() == pytest.approx(slowly(z1, z2, negatives, 0.3), rel=1e-12)
+    assert result.item() == pytest.approx(slow_nt_xent(z1, z2, 0.3, negatives), rel=1e-12)
 
 
 def test_the_loss_has_both_terms():
@@ -83,7 +61,7 @@ def test_the_loss_has_both_terms():
         for parameter in method.teacher.parameters():
             parameter.mul_(1.5)  # another encoder than the one that learns
     method.train()
-    view1, view2 = images()
+    view1, view2 = views()
     both = torch.cat((view1, view2))
     result = method.loss(Views.of(view1, view2))
     with torch.no_grad():
@@ -91,7 +69,7 @@ def test_the_loss_has_both_terms():
         z1, z2 = method.projector(h).double().chunk(2)
         teacher_features = method.teacher(both)
     expected = (
-        slowly(z1, z2, method.dictionary[:2].double(), 0.5)
+        slow_nt_xent(z1, z2, 0.5, method.dictionary[:2].double())
         + 0.25 * teacher_distance(h.double(), teacher_features.double()).item()
     )
     assert result.item() == pytest.approx(expected, rel=1e-5)
@@ -102,10 +80,8 @@ def test_the_loss_has_both_terms():
 def test_the_teacher_stays_as_it_is_in_training():
     method = make_method(alignment_weight=0.5)
     before = copy_layers(method, names_in_parts(method, ["teacher"]))
-    optimizer = torch.optim.SGD([method.named_tensors[name] for name in method.trainable], lr=0.1)
     method.train()
-    method.loss(Views.of(*images())).backward()
-    optimizer.step()
+    step(method, lr=0.1)
     assert not method.teacher.training
     assert method.encoder.training
     for name, array in copy_layers(method, names_in_parts(method, ["teacher"])).items():
@@ -136,7 +112,7 @@ def test_a_client_sends_its_first_projections():
     assert method.named_tensors["local_dictionary"] is method.local_dictionary
     method.start_round(first=False)
     assert not method.local_dictionary.any()
-    view1, view2 = images()
+    view1, view2 = views()
     method.loss(Views.of(view1, view2))
     z1, _ = method.projector(method.encoder(torch.cat((view1, view2)))).chunk(2)
     torch.testing.assert_close(method.local_dictionary, torch.nn.functional.normalize(z1[:5], dim=1))
@@ -160,7 +136,7 @@ def test_without_entries_and_alignment_it_is_simclr_bit_for_bit(off):
     assert isinstance(simclr, SimCLR)
     for method in (ours, simclr):
         method.start_round(first=True)
-        loss = method.loss(Views.of(*images(16)))
+        loss = method.loss(Views.of(*views(16)))
         loss.backward()
     for name, parameter in simclr.named_parameters():
         assert torch.equal(parameter, ours.get_parameter(name))
@@ -169,12 +145,7 @@ def test_without_entries_and_alignment_it_is_simclr_bit_for_bit(off):
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    """An encoder's file as a run writes it, with weights of another seed."""
-    settings = compose(["encoder.width=4", "seed=7"])
-    file = tmp_path_factory.mktemp("teacher") / "encoder.pt"
-    encoder, data = build_method(settings.model).encoder, settings.data
-    save_encoder(file, encoder, settings=settings.model.encoder.values, mean=data.mean, std=data.std, metadata={})
-    return file
+    return save_teacher(tmp_path_factory.mktemp("teacher") / "encoder.pt", "encoder.width=4", "seed=7")
 
 
 def test_a_federation_shares_what_its_clients_send(tmp_path, teacher):

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -10,31 +9,21 @@ from torch import Tensor
 
 from client_app.worker import ClientWorker
 from fedssl.config.load import parse_client_config
-from fedssl.encoders import conv_small
-from fedssl.errors import InputError
 from fedssl.losses import nt_xent, relational
 from fedssl.methods.fedx import FedX
-from fedssl.methods.heads import MLP
 from fedssl.model_arrays import local_names
 from fedssl.views import Views
 from fedssl.wire.messages import TrainPlan
 from tests.federation import Federation
-
-HEAD = partial(MLP, hidden_dim=16, out_dim=8)
-E1, E2 = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
-
-
-def draw(*shape: int, seed: int = 0, count: int = 3) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(*shape, generator=generator, dtype=torch.float64) for _ in range(count)]
+from tests.fedssl.losses.vectors import E1, E2, draw, slow_softmax
+from tests.fedssl.methods.made import HEAD, encoder, step, views
 
 
 def relation(z: Tensor, anchors: Tensor, i: int, temperature: float) -> list[float]:
     """How similar image i is to each other one: a softmax of cosines."""
     others = [j for j in range(len(anchors)) if j != i]
     cosines = [float(z[i] @ anchors[j] / (z[i].norm() * anchors[j].norm())) for j in others]
-    total = sum(math.exp(cosine / temperature) for cosine in cosines)
-    return [math.exp(cosine / temperature) / total for cosine in cosines]
+    return slow_softmax([cosine / temperature for cosine in cosines])
 
 
 def slow_relational(z1: Tensor, z2: Tensor, anchors: Tensor, temperature: float) -> float:
@@ -49,7 +38,7 @@ def slow_relational(z1: Tensor, z2: Tensor, anchors: Tensor, temperature: float)
 @pytest.mark.parametrize("temperature", [0.1, 0.5, 2.0])
 @pytest.mark.parametrize("batch", [3, 6])
 def test_relational_is_its_equation(batch: int, temperature: float) -> None:
-    z1, z2, anchors = draw(batch, 5)
+    z1, z2, anchors = draw(batch, 5, count=3)
     result = relational(z1, z2, anchors, temperature=temperature).item()
     assert result == pytest.approx(slow_relational(z1, z2, anchors, temperature), rel=1e-9)
 
@@ -65,19 +54,7 @@ def test_relational_by_hand() -> None:
 
 
 def make(temperature: float = 0.1) -> FedX:
-    torch.manual_seed(0)
-    return FedX(conv_small(channels=1, size=8, width=4), projector=HEAD, predictor=HEAD, temperature=temperature)
-
-
-def views(batch: int = 6) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.rand(batch, 1, 8, 8, generator=generator), torch.rand(batch, 1, 8, 8, generator=generator)
-
-
-def step(method: FedX) -> None:
-    optimizer = torch.optim.SGD(method.parameters(), lr=0.1)
-    method.loss(Views.of(*views())).backward()
-    optimizer.step()
+    return FedX(encoder(), projector=HEAD, predictor=HEAD, temperature=temperature)
 
 
 def received(method: FedX) -> dict[str, Tensor]:
@@ -90,7 +67,7 @@ def received(method: FedX) -> dict[str, Tensor]:
 def test_the_loss_has_two_local_and_two_global_terms() -> None:
     method = make()
     start = copy.deepcopy(method)
-    step(method)  # so that the received and the trained model differ
+    step(method, lr=0.1)  # so that the received and the trained model differ
     start.eval()
     view1, view2 = views()
     with torch.no_grad():
@@ -111,7 +88,7 @@ def test_the_received_model_is_frozen_within_a_round() -> None:
     method = make().train()
     before = {name: value.clone() for name, value in received(method).items()}
     memory = {name: value.data_ptr() for name, value in received(method).items()}
-    step(method)
+    step(method, lr=0.1)
     # Neither the optimizer nor the running statistics of its own passes change it, and no gradient reaches it.
     assert all(torch.equal(value, before[name]) for name, value in received(method).items())
     assert not any(network.training for network in method.received)
@@ -145,13 +122,3 @@ def test_clients_of_a_process_keep_received_models_apart(tmp_path) -> None:
     shared.train(plan, 0, tmp_path / "first")
     second = shared.train(plan, 1, tmp_path / "second")
     assert all((second.layers[name] == array).all() for name, array in alone.layers.items())
-
-
-def test_a_predictor_of_another_length_is_refused() -> None:
-    with pytest.raises(InputError, match=r"method.predictor.out_dim=9 must equal method.projector.out_dim=8"):
-        FedX(
-            conv_small(channels=1, size=8, width=4),
-            projector=HEAD,
-            predictor=partial(MLP, hidden_dim=4, out_dim=9),
-            temperature=0.1,
-        )

@@ -3,7 +3,6 @@
 import math
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,17 +15,12 @@ from fedssl.losses import dino
 from fedssl.methods.base import build_method
 from fedssl.methods.heads import MLP
 from fedssl.methods.ibot import IBOT
-from fedssl.model_arrays import exchanged_names, local_names
 from fedssl.training import LocalTrainer
 from fedssl.views import LOCAL, Mask, View, Views
-from fedssl.wire.messages import ARRAYS
-from fedssl.wire.records import record_to_arrays
-from tests.federation import Federation
-from tests.fedssl.methods.test_dino import step
+from tests.fedssl.methods.made import draw, step
 from tests.methods import overrides_of
 
 WORDS = overrides_of("ibot")
-SMALL = ["method.projector.hidden_dim=16", "method.projector.out_dim=6", "method.num_prototypes=10", "batch_size=16"]
 SETTINGS = {
     "num_prototypes": 10,
     "student_temperature": 0.1,
@@ -47,10 +41,6 @@ def make_ibot(*, registers: int = 0, batch_norm: bool = False, **changed) -> IBO
     return IBOT(encoder, projector=projector, **(SETTINGS | changed))
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def mask_of(hidden: Tensor) -> Mask:
     return Mask(hidden, hidden_numbers=padded_numbers(hidden))
 
@@ -60,8 +50,8 @@ def make_views(batch: int = 4, *, local: int = 2) -> Views:
     hidden = [draw(batch, PATCHES, seed=seed) > 0.5 for seed in (11, 12)]
     for patches in hidden:
         patches[0] = False
-    views = [View(draw(batch, 1, 8, 8, seed=seed), mask=mask_of(hidden[seed])) for seed in (0, 1)]
-    return Views((*views, *(View(draw(batch, 1, 4, 4, seed=3 + number), LOCAL) for number in range(local))))
+    views = [View(draw(batch, 1, 8, 8, seed=seed).float(), mask=mask_of(hidden[seed])) for seed in (0, 1)]
+    return Views((*views, *(View(draw(batch, 1, 4, 4, seed=3 + number).float(), LOCAL) for number in range(local))))
 
 
 def slow_patch_loss(student: Tensor, teacher: Tensor, center: Tensor, numbers: list[int]) -> float:
@@ -144,26 +134,6 @@ def test_without_weight_or_hidden_patches_it_is_dino() -> None:
     method = make_ibot()
     expected = super(IBOT, method).loss(nothing)
     torch.testing.assert_close(make_ibot().loss(nothing), expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("target_init", ["persist", "average"])
-def test_the_server_averages_all_but_the_teacher_by_examples(tmp_path, target_init: str) -> None:
-    overrides = ["num_clients=2", "dataset.limit=40", "partition=dirichlet", "partition.alpha=0.5", "strategy=fedavg"]
-    federation = Federation(tmp_path, *WORDS, *SMALL, *overrides, f"method.target_init={target_init}")
-    federation.run(1)
-    teacher = {"target_encoder", "target_projector", "target_prototypes"}
-    assert {name.partition(".")[0] for name in local_names(federation.method)} == (
-        teacher if target_init == "persist" else set()
-    )
-    sent = {name.partition(".")[0] for name in exchanged_names(federation.method)}
-    assert sent - teacher == {"encoder", "projector", "prototypes", "center", "patch_center", "mask_token"}
-    sizes = [len(part) for part in federation.components.client_data.parts]
-    assert sizes[0] != sizes[1]
-    updates = [record_to_arrays(update.array_records[ARRAYS]) for update in federation.updates]
-    for name in ("patch_center.running_mean", "center.running_mean", "mask_token"):
-        mean = sum(size * layers[name].astype(float) for size, layers in zip(sizes, updates, strict=True)) / sum(sizes)
-        np.testing.assert_allclose(federation.layers[name], mean, rtol=1e-5, atol=1e-7)
-        assert np.abs(updates[0][name] - updates[1][name]).max() > 1e-6
 
 
 @pytest.mark.parametrize(

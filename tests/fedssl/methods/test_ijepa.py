@@ -1,8 +1,5 @@
 """I-JEPA: its loss, the target encoder, schedules over rounds, the predictor in a federation, and collapse."""
 
-import math
-
-import numpy as np
 import pytest
 import torch
 
@@ -101,18 +98,10 @@ def test_encoder_and_predictor_are_trained_and_the_target_is_not():
     assert {name.partition(".")[0] for name in with_gradient} == {"encoder", "predictor"}
 
 
-def test_the_decay_increases_to_one_over_the_rounds():
-    """Halfway between 0.5 and 1, cos(pi / 2) is 0: 0.75."""
+def test_a_step_has_the_decay_of_its_round():
     method = make_ijepa(ema_decay=0.5, ema_schedule="cosine")
-    method.rounds = 5
-    found = []
-    for method.round in range(1, 6):
-        found.append(method.current_decay)
-        assert method.step_constants == (method.current_decay,)
-    quarter = 1 - 0.5 * (1 + math.cos(math.pi / 4)) / 2
-    assert found == pytest.approx([0.5, quarter, 0.75, 1.5 - quarter, 1.0])
-    method.ema_schedule = "constant"
-    assert method.step_constants == (0.5,)
+    method.rounds, method.round = 5, 3  # halfway between 0.5 and 1
+    assert method.step_constants == pytest.approx((0.75,))
 
 
 @pytest.mark.parametrize("init", ["persist", "reset", "average"])
@@ -144,19 +133,8 @@ def test_a_local_predictor_continues_from_its_own_weights():
     assert shared.local_parts == ("predictor",)
 
 
-def test_encoder_and_predictor_are_averaged_and_targets_stay(tmp_path):
-    """Two clients, weighted by their numbers of images."""
-    settings = ["strategy=fedavg", "num_clients=2", "partition=dirichlet", "partition.alpha=0.3"]
-    federation = Federation(tmp_path, *ON_DIGITS, *settings, "optimizer.lr=0.1")
-    after = federation.run(1)
-    assert {name.partition(".")[0] for name in after} == {"encoder", "predictor"}
-    one, other = federation.updates
-    images = [update["metrics"]["num-examples"] for update in (one, other)]
-    assert sum(images) == 60
-    assert images[0] != images[1]
-    for name, array in after.items():
-        a, b = (update["arrays"][name].numpy().astype(np.float64) for update in (one, other))
-        np.testing.assert_allclose(array, (images[0] * a + images[1] * b) / 60, rtol=1e-5, atol=1e-6, err_msg=name)
+def test_targets_stay_with_their_clients(tmp_path):
+    Federation(tmp_path, *ON_DIGITS, "strategy=fedavg", "num_clients=2", "optimizer.lr=0.1").run(1)
     states = [load_tensors(folder, before=2) for folder in sorted(tmp_path.glob("clients/0000/*"))]
     assert all({name.partition(".")[0] for name in state} == {"target_encoder"} for state in states)
     assert not any(torch.equal(states[0][name], states[1][name]) for name in states[0] if name.endswith("weight"))

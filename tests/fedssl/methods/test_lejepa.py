@@ -1,43 +1,23 @@
 """LeJEPA: the prediction by its equation and as in lightly, views of several sizes, and common directions."""
 
-from functools import partial
-
 import pytest
 import torch
-from torch import Tensor
 
 from fedssl.config.load import compose
-from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.losses import sigreg
 from fedssl.methods import lejepa
 from fedssl.methods.base import build_method
-from fedssl.methods.heads import MLP
 from fedssl.methods.lejepa import LeJEPA, prediction
 from fedssl.seeding import torch_generator
 from fedssl.training import LocalTrainer
-from fedssl.views import LOCAL, View, Views
 from tests.failures import failures_after
 from tests.federation import Federation
-
-HEAD = partial(MLP, hidden_dim=16, out_dim=8)
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def multi_crop(batch: int = 6, *, num_local: int = 3) -> Views:
-    """Two global views of 8 pixels, and local ones of 4."""
-    sizes = [8, 8, *[4] * num_local]
-    images = [draw(batch, 1, size, size, seed=seed).float() for seed, size in enumerate(sizes)]
-    return Views(tuple(View(image, "global" if image.shape[2] == 8 else LOCAL) for image in images))
+from tests.fedssl.methods.made import HEAD, draw, encoder, multi_crop
 
 
 def make(*, lambd: float = 0.05, num_slices: int = 16, num_points: int = 17, t_max: float = 5.0) -> LeJEPA:
-    torch.manual_seed(0)
-    encoder = conv_small(channels=1, size=8, width=4)
-    return LeJEPA(encoder, projector=HEAD, lambd=lambd, num_slices=num_slices, num_points=num_points, t_max=t_max)
+    return LeJEPA(encoder(), projector=HEAD, lambd=lambd, num_slices=num_slices, num_points=num_points, t_max=t_max)
 
 
 @pytest.mark.parametrize("num_global", [2, 3])

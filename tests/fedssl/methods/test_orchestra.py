@@ -12,7 +12,6 @@ from torch import Tensor
 
 from client_app.worker import worker_for
 from fedssl.config.load import parse_client_config
-from fedssl.encoders import conv_small
 from fedssl.losses import sinkhorn
 from fedssl.methods.heads import MLP
 from fedssl.methods.orchestra import (
@@ -27,24 +26,16 @@ from fedssl.model_arrays import exchanged_names, local_names, read_layers
 from fedssl.views import Views
 from strategies.types import GLOBAL
 from tests.federation import Federation
+from tests.fedssl.methods.made import draw, encoder, step, views
 
 WORDS = ["method=orchestra", "strategy=fedavg"]
 SMALL = ["method.projector.out_dim=8", "method.local_clusters=3", "method.global_clusters=6", "method.queue_size=32"]
 HEAD = partial(MLP, hidden_dim=16, out_dim=8, last_batch_norm=True)
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def images(batch: int = 6) -> tuple[Tensor, Tensor]:
-    return draw(batch, 1, 8, 8, seed=1).float(), draw(batch, 1, 8, 8, seed=2).float()
-
-
 def make_method(*, local_clusters=3, global_clusters=5, queue_size=8, temperature=0.1) -> Orchestra:
-    torch.manual_seed(0)
     return Orchestra(
-        conv_small(channels=1, size=8, width=4),
+        encoder(),
         projector=HEAD,
         local_clusters=local_clusters,
         global_clusters=global_clusters,
@@ -57,13 +48,6 @@ def make_method(*, local_clusters=3, global_clusters=5, queue_size=8, temperatur
 def with_centroids(method: Orchestra) -> Orchestra:
     method.centroids.copy_(F.normalize(draw(*method.centroids.shape, seed=3), dim=1))
     return method
-
-
-def step(method: Orchestra, *, lr: float = 0.05) -> None:
-    optimizer = torch.optim.SGD([p for p in method.parameters() if p.requires_grad], lr=lr)
-    method.loss(method.inputs(Views.of(*images()))).backward()
-    optimizer.step()
-    method.on_step_end()
 
 
 def groups(*sizes: int, spread: float = 0.05) -> Tensor:
@@ -131,8 +115,8 @@ def test_turned_images_by_hand():
 
 def test_loss_is_consistency_plus_turns():
     method = with_centroids(make_method())
-    step(method)  # so that target and online differ
-    view1, view2 = images()
+    step(method, lr=0.05)  # so that target and online differ
+    view1, view2 = views()
     turned, quarters = rotate_quarters(view1), torch.arange(len(view1)) % 4
     logits = method.rotation(method.projector(method.encoder(turned)))
     z2 = method.projector(method.encoder(view2))
@@ -148,15 +132,15 @@ def test_parts_and_who_has_them():
     assert parts == {"encoder", "projector", "rotation"}
     assert (method.uploaded_parts, method.broadcast_parts) == (("local_centroids",), ("centroids",))
     assert {name.partition(".")[0] for name in local_names(method)} == {"target_encoder", "target_projector", "memory"}
-    method.loss(method.inputs(Views.of(*images()))).backward()
+    method.loss(method.inputs(Views.of(*views()))).backward()
     for name, parameter in method.named_parameters():
         assert (parameter.grad is None) == name.startswith("target_"), name
 
 
 def test_the_memory_has_the_targets_first_view():
     method = with_centroids(make_method(queue_size=16))
-    step(method)
-    view1, view2 = images()
+    step(method, lr=0.05)
+    view1, view2 = views()
     method.loss(method.inputs(Views.of(view1, view2)))
     expected = F.normalize(method.target_projector(method.target_encoder(view1)), dim=1)
     torch.testing.assert_close(method.memory[:6], expected)

@@ -1,54 +1,28 @@
 """VICReg: the loss of its projections, what is exchanged and averaged, and its failure modes."""
 
-from functools import partial
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from fedssl.encoders import conv_small
 from fedssl.losses import vicreg
-from fedssl.methods.heads import MLP
 from fedssl.methods.vicreg import VICReg, projection_rank
 from fedssl.views import Views
 from tests.failures import failures_after
-from tests.federation import Federation
-
-HEAD = partial(MLP, hidden_dim=16, out_dim=8)
-
-
-def images(batch: int = 6) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.rand(batch, 1, 8, 8, generator=generator), torch.rand(batch, 1, 8, 8, generator=generator)
+from tests.fedssl.methods.made import HEAD, encoder, views
 
 
 def make(*, sim_weight: float = 25.0, var_weight: float = 25.0, cov_weight: float = 1.0) -> VICReg:
-    torch.manual_seed(0)
-    encoder = conv_small(channels=1, size=8, width=4)
-    return VICReg(encoder, projector=HEAD, sim_weight=sim_weight, var_weight=var_weight, cov_weight=cov_weight)
+    return VICReg(encoder(), projector=HEAD, sim_weight=sim_weight, var_weight=var_weight, cov_weight=cov_weight)
 
 
 def test_loss_is_that_of_projections_of_each_view_by_itself():
     method = make(sim_weight=3.0, var_weight=5.0, cov_weight=7.0)
-    view1, view2 = images()
+    view1, view2 = views()
     z1, z2 = method.projector(method.encoder(view1)), method.projector(method.encoder(view2))
     expected = vicreg(z1, z2, sim_weight=3.0, var_weight=5.0, cov_weight=7.0)
     torch.testing.assert_close(method.loss(Views.of(view1, view2)), expected, rtol=0, atol=0)
     together = method.projector(method.encoder(torch.cat((view1, view2)))).chunk(2)
     assert abs(vicreg(*together, sim_weight=3.0, var_weight=5.0, cov_weight=7.0) - expected) > 1e-4
-
-
-def test_the_server_averages_the_projectors_by_numbers_of_images(tmp_path):
-    overrides = ["method=vicreg", "strategy=fedavg", "partition=dirichlet", "partition.alpha=0.1", "num_clients=2"]
-    federation = Federation(tmp_path, *overrides, "method.projector.hidden_dim=16", "method.projector.out_dim=8")
-    layers = federation.run(1)
-    counts = [update["metrics"]["num-examples"] for update in federation.updates]
-    assert len(set(counts)) == 2
-    name = "projector.3.weight"
-    sent = [update["arrays"][name].numpy().astype(np.float64) for update in federation.updates]
-    expected = (counts[0] * sent[0] + counts[1] * sent[1]) / sum(counts)
-    np.testing.assert_allclose(layers[name], expected, rtol=1e-5, atol=1e-7)
 
 
 def test_rank_by_hand():
@@ -67,8 +41,8 @@ def slow_rank(z: Tensor) -> float:
 @torch.no_grad()
 def test_diagnostics_are_those_of_all_projections():
     method = make().eval()
-    z = method.projector(method.encoder(torch.cat(images())))
-    found = method.diagnose(Views.of(*images()))
+    z = method.projector(method.encoder(torch.cat(views())))
+    found = method.diagnose(Views.of(*views()))
     assert found["projection_std"] == pytest.approx(z.std(dim=0).mean().item(), rel=1e-5)
     assert found["projection_rank"] == pytest.approx(slow_rank(z), rel=1e-4)
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from fedssl.wire.identity import NODE_INFO, NodeInfo, node_info_reply, read_node_info
 from fedssl.wire.messages import ClientUpdate, TrainPlan
-from fedssl.wire.records import Array, arrays_to_record, read_array, record_to_arrays
+from fedssl.wire.records import Array, arrays_to_record, content_bytes, read_array, record_to_arrays
+from tests.arrays import same
 
 LAYERS = {
     "encoder.conv.weight": np.arange(12, dtype=np.float32).reshape(3, 2, 2),
@@ -28,13 +29,6 @@ PLAN = TrainPlan(
     code_fingerprint="0123456789abcdef",
 )
 CENTROIDS = {"centroids": np.eye(3, dtype=np.float32)}
-
-
-def same(one, other):
-    return list(one) == list(other) and all(
-        np.array_equal(one[k], other[k]) and one[k].dtype == other[k].dtype and one[k].shape == other[k].shape
-        for k in one
-    )
 
 
 def test_layers_are_handed_over_without_a_copy():
@@ -184,3 +178,11 @@ def test_invalid_digests_of_a_node_are_refused(digests):
     reply.content.config_records[NODE_INFO]["base-digests"] = digests
     with pytest.raises(ValueError, match="base layers"):
         read_node_info(reply)
+
+
+def test_plans_say_when_nothing_is_reported_or_sent():
+    for up in (None, (), ("encoder.weight",)):
+        plan = replace(PLAN, layers={}, metrics=(), upload_names=up)
+        content = plan.to_content()
+        assert content_bytes(content) > 0
+        assert TrainPlan.from_content(content) == plan

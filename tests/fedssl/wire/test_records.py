@@ -13,6 +13,7 @@ from fedssl.model_arrays import exchanged_layers
 from fedssl.wire.messages import ClientUpdate, TrainPlan, plan_codec
 from fedssl.wire.records import EXACT, Codec, arrays_to_record, content_bytes
 from fedssl.wire.wire_format import TABLE
+from tests.arrays import same_bits
 from tests.cases import some
 from tests.wire import arrived, message_of, objects
 
@@ -32,14 +33,6 @@ PLAN = TrainPlan(
 )
 
 
-def same(one, other):
-    return list(one) == list(other) and all(
-        one[name].tobytes() == other[name].tobytes()
-        and (one[name].dtype, one[name].shape) == (other[name].dtype, other[name].shape)
-        for name in one
-    )
-
-
 def test_layers_are_handed_over_unpacked_in_one_process():
     record = EXACT.encode(LAYERS)
     assert np.shares_memory(EXACT.decode(record)["encoder.conv.weight"], LAYERS["encoder.conv.weight"])
@@ -55,14 +48,14 @@ def test_a_network_brings_what_one_process_hands_over(wire_dtype):
     codec = Codec(wire_dtype)
     down, up = message_of(plan.to_content(codec)), message_of(update.to_content(plan, codec))
     here, there = TrainPlan.from_content(down.content), TrainPlan.from_content(arrived(down).content)
-    assert same(here.layers, there.layers)
-    assert same(there.broadcast, CENTROIDS)  # what a method's server side deals with is not shortened
+    assert same_bits(here.layers, there.layers)
+    assert same_bits(there.broadcast, CENTROIDS)  # what a method's server side deals with is not shortened
     assert plan_codec(arrived(down).content) == codec
     here, there = (ClientUpdate.from_content(one.content, 4, codec, start=start) for one in (up, arrived(up)))
-    assert same(here.layers, there.layers)
-    assert same(there.uploaded_parts, CENTROIDS)
+    assert same_bits(here.layers, there.layers)
+    assert same_bits(there.uploaded_parts, CENTROIDS)
     if wire_dtype == "fp32":
-        assert same(there.layers, LAYERS)
+        assert same_bits(there.layers, LAYERS)
 
 
 @pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
@@ -100,6 +93,6 @@ def test_the_bytes_that_are_counted_are_those_that_flower_sends(name, wire_dtype
 
 def test_one_array_per_layer_is_read_from_flower_peers():
     stock = ArrayRecord(dict(arrays_to_record(LAYERS)))
-    assert same(EXACT.decode(stock), LAYERS)
+    assert same_bits(EXACT.decode(stock), LAYERS)
     with pytest.raises(ValueError, match="the table of layers is missing"):
         Codec("int8").decode(stock)

@@ -21,6 +21,7 @@ from fedssl.wire.wire_format import (
     tensor_specs,
     unpack,
 )
+from tests.arrays import same_bits
 
 SHORT = [wire_dtype for wire_dtype in WIRE_DTYPES if wire_dtype != "fp32"]
 
@@ -44,10 +45,6 @@ def bits(array):
     return array.dtype, array.shape, array.tobytes()
 
 
-def same(one, other):
-    return list(one) == list(other) and all(bits(one[name]) == bits(other[name]) for name in one)
-
-
 def back(layers, wire_dtype, start=None):
     return unpack(pack(layers, wire_dtype, start=start), wire_dtype, start=start)
 
@@ -62,8 +59,8 @@ def test_fp32_is_exact_and_reads_arrays_in_place():
     packed = pack(LAYERS, "fp32")
     assert list(packed) == [TABLE, "float32", "int64", "float64"]
     odd = np.array([[-0.0, np.nan, np.inf, 1e-45]], dtype=np.float32)
-    assert same(back({**LAYERS, "odd": odd}, "fp32"), {**LAYERS, "odd": odd})
-    assert same(back(LAYERS, "fp32", start=LAYERS), LAYERS)  # no differences: they would round
+    assert same_bits(back({**LAYERS, "odd": odd}, "fp32"), {**LAYERS, "odd": odd})
+    assert same_bits(back(LAYERS, "fp32", start=LAYERS), LAYERS)  # no differences: they would round
     assert np.shares_memory(unpack(packed, "fp32")["projector.weight"], packed["float32"])
     assert pack({}, "fp32") == {} == unpack({}, "int8")
 
@@ -95,7 +92,7 @@ def test_int8_errs_by_half_a_step_per_channel(array):
     assert np.all(np.abs(array.astype(np.float64) - there) <= allowed)
     packed = pack({"w": array}, "int8")
     assert np.abs(packed[WEIGHTS].astype(int)).max() <= 127
-    assert same(pack({"w": array.copy()}, "int8"), packed)
+    assert same_bits(pack({"w": array.copy()}, "int8"), packed)
 
 
 def test_int8_by_hand():
@@ -119,7 +116,7 @@ def test_halves_err_by_half_a_unit_and_stay_finite(wire_dtype, relative, smalles
     clipped = np.clip(array.astype(np.float64), -largest, largest)
     assert np.all(np.isfinite(there))
     assert np.all(np.abs(clipped - there) <= relative * np.abs(clipped) + smallest)
-    assert same(back({"w": there}, wire_dtype), {"w": there})  # rounding again changes nothing
+    assert same_bits(back({"w": there}, wire_dtype), {"w": there})  # rounding again changes nothing
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -17,9 +17,8 @@ from fedssl.fleet.encoders import METRICS, encoder_quality, store_encoder, store
 from fedssl.fleet.history import read_history
 from fedssl.wire.delivery import EncoderDelivery
 from server_app import nodes
-from tests.devices import Devices, context, run_server_app, write_images
+from tests.devices import SMALL, Devices, context, run_server_app, write_images
 from tests.fleet import DEPLOY
-from tests.server_app.test_edge_clients import SMALL
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,10 @@ from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedssl.arrays import is_weight
-from fedssl.config.load import compose
-from fedssl.errors import InputError
 from fedssl.wire.records import arrays_to_record, record_to_arrays
 from simulation.grid import LocalGrid
 from strategies.mods.server_optimizer import FedAdagrad, FedAdam, FedAvgM, FedYogi
+from tests.arrays import same
 
 every_optimizer = pytest.mark.parametrize("kind", [FedAvgM, FedAdagrad, FedAdam, FedYogi])
 
@@ -30,12 +29,6 @@ def model(seed, dtype=np.float32):
         "fc.bias": np.zeros(5, dtype),
         "temperature": np.array(random.uniform(0.1, 1), dtype),
     }
-
-
-def same(one, other):
-    return list(one) == list(other) and all(
-        np.array_equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one
-    )
 
 
 def moves(optimizer, old, deltas):
@@ -165,37 +158,6 @@ def test_layers_that_are_absent_in_a_round_keep_their_moments(kind):
     assert set(rest) == set(part)
     moved = step(moments, 3, first, first)[1]["conv.weight"] - first["conv.weight"]
     assert np.abs(moved).max() > 0  # by the momentum of round 1 alone
-
-
-# --- as part of the product ---
-
-
-@pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        (["fedavgm", "lr=0"], "server_optimizer.lr=0 must be a number above 0; the default is 1.0"),
-        (["fedavgm", "lr=-1"], "server_optimizer.lr=-1 must be a number above 0; the default is 1.0"),
-        (
-            ["fedavgm", "momentum=1"],
-            "server_optimizer.momentum=1 must be a number of at least 0 and below 1; the default is 0.9",
-        ),
-        (["fedadam", "lr=0"], "server_optimizer.lr=0 must be a number above 0; the default is 0.1"),
-        (
-            ["fedadam", "beta_1=-0.1"],
-            "server_optimizer.beta_1=-0.1 must be a number of at least 0 and below 1; the default is 0.9",
-        ),
-        (["fedadam", "tau=0"], "server_optimizer.tau=0 must be a number above 0; the default is 0.001"),
-        (
-            ["fedyogi", "beta_2=1.5"],
-            "server_optimizer.beta_2=1.5 must be a number of at least 0 and below 1; the default is 0.99",
-        ),
-    ],
-)
-def test_settings_out_of_range_are_refused_in_one_sentence(overrides, reason):
-    name, setting = overrides
-    with pytest.raises(InputError, match=f"^{reason}$") as refusal:
-        compose([f"server_optimizer={name}", f"server_optimizer.{setting}"]).algorithm.server_optimizer.instantiate()
-    assert "\n" not in str(refusal.value)
 
 
 def test_the_first_update_of_a_model_is_step_one():
