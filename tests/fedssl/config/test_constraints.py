@@ -60,9 +60,10 @@ def ranges_of(module: str) -> Mapping[str, Constraint]:
 
 def test_every_value_has_a_type_and_a_range(leaves: dict[str, object]) -> None:
     """Also those in lists and in nested mappings."""
-    of_class = {"method.loss"}
+    of_class = {"method.loss", *(f"strategy.{name}" for name in ("alpha", "epsilon", "temperature"))}
+    of_mapping = {key for key in leaves if key.startswith("sweep.axes.")}  # any names
     unlisted = {key for key, value in leaves.items() if value != {} and constraint_of(key) is None}
-    assert unlisted == of_class | own_ranges()
+    assert unlisted == of_class | of_mapping | own_ranges()
     assert {"augmentation.views.0.mask.ratio", "evaluation.view.hue", "dataset.splits.test"} < leaves.keys()
     assert not {str(constraint) for group in CONSTRAINTS.values() for constraint in group.values()} & {"a number"}
 
@@ -124,7 +125,7 @@ def test_every_constraint_is_that_of_a_setting(leaves: dict[str, object]) -> Non
     }
     # Those of all optimizers are allowed in the evaluations' optimizers too, and nesterov in the run's.
     of_views = {"augmentation.views", "view.mask", "view.crop_ratio"}
-    assert unused == {"optimizer.nesterov", "evaluation.fused", *of_views}
+    assert unused == {"optimizer.nesterov", "evaluation.fused", "evaluation.rho", *of_views}
     targets = {target.rpartition(".")[2] for target in installed_targets()}
     assert classes <= targets
 
