@@ -11,14 +11,13 @@ settings of FedSSL-Bench. Neighbors in `CHAIN` differ in one factor, so that the
 - batch norm: its statistics are those of a client's batch instead of the ten batches of the step.
 - drift: clients train four epochs, with an optimizer that starts anew, before their weights are averaged. Up to here
   every client makes one step per round, and the server has the optimizer's state.
-- averaging: the last round's weights are those of FedAvg instead of the best convex combination that a search finds
-  for the accuracy of nearest neighbors on the training images.
+- averaging: the last round has the best convex combination that a search finds for the accuracy of nearest neighbors on
+  the training images, instead of FedAvg's weights.
 
 Cases beside the chain: batches of one client each one after the other, FedAvg on an IID split of equal sizes, with one
 epoch per round, and both ends with group norm. Repeat the command to continue; rows are in fedssl_bench/gap.jsonl.
 """
 
-import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -266,18 +265,24 @@ def _text(values: Sequence[float], sign: str = "") -> str:
 
 def draw(rows: dict[str, dict[int, Row]], name: str, file: Path) -> None:
     """Draw the waterfall of a result: bars of mean differences with the standard deviation over seeds."""
-    cases = ["centralized", *CHAIN.values()]
-    levels = [100 * mean(row.results[name] for row in rows[case].values()) for case in cases]
+    levels = {case: 100 * mean(row.results[name] for row in rows[case].values()) for case in ("centralized", "fedavg")}
+    bars: list[tuple[str, float, float, str, str]] = []  # label, bottom, height, color, text
+    before, level = "centralized", levels["centralized"]
+    for factor, case in CHAIN.items():
+        change = gaps(rows, before, case, name)
+        color = BLUE if mean(change) > 0 else VERMILLION
+        bars.append((factor, level, mean(change), color, _text(change, "+")))
+        before, level = case, level + mean(change)
+    for place, case in ((0, "centralized"), (len(bars), "fedavg")):
+        bars.insert(place, (case, 0.0, levels[case], BLACK, f"{levels[case]:.1f}"))
     figure = new_figure(height=3.6, width=8)
     axis = figure.subplots()
-    axis.bar(0, levels[0], color=BLACK, width=0.6)
-    for number, (before, after) in enumerate(itertools.pairwise(levels), start=1):
-        change = gaps(rows, cases[number - 1], cases[number], name)
-        axis.bar(number, after - before, bottom=before, color=VERMILLION if after < before else BLUE, width=0.6)
-        axis.text(number, max(before, after), f"{_text(change, '+')}", ha="center", va="bottom", fontsize=8)
-    axis.bar(len(levels), levels[-1], color=BLACK, width=0.6)
-    axis.set_xticks(range(len(levels) + 1), ["centralized", *CHAIN, "fedavg,\nbest combination"], fontsize=8)
-    axis.set_ylim(min(levels) - 3, max(levels) + 3)
+    for number, (_, bottom, height, color, text) in enumerate(bars):
+        axis.bar(number, height, bottom=bottom, color=color, width=0.6)
+        axis.text(number, max(bottom, bottom + height), text, ha="center", va="bottom", fontsize=8)
+    tops = [bottom + height for _, bottom, height, _, _ in bars]
+    axis.set_xticks(range(len(bars)), [bar[0] for bar in bars], fontsize=8)
+    axis.set_ylim(min(tops) - 3, max(tops) + 3)
     axis.set_ylabel(f"{name} accuracy in %")
     write_png(figure, file, dpi=110)
 
