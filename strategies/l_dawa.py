@@ -19,9 +19,11 @@ Cosines are clipped above at 1 and not below: a client that points away from the
 Eqs. 5 and 6 weight by examples and by loss. There is no published code for either.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -33,8 +35,12 @@ from fedssl.model_arrays import global_layers as global_layers_of
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.aggregate import aggregate, as_reference
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
-from strategies.types import GLOBAL, Aggregator, CommunicationSummary
+from strategies.types import GLOBAL, AggregatedModel, Aggregator, CommunicationSummary
 from strategies.weighted_sum import WeightedSum
+
+log = logging.getLogger("fedssl")
+
+SHRUNK = 0.7  # norm of a kernel or matrix after a round, relative to before: then it hardly recovers
 
 
 def l_dawa(
@@ -81,8 +87,13 @@ def scale_layers(global_layers: Layers | GlobalLayers, layers: Layers, *, buffer
     return scaled
 
 
-class WarmupServer(ServerStrategy):
-    """Server whose first ``rounds`` rounds are federated averaging weighted by examples."""
+class LDAWAServer(ServerStrategy):
+    """Server whose first ``rounds`` rounds are federated averaging weighted by examples.
+
+    Warn once if the cosines shrink a layer much: the same step then turns it more, so that its cosines fall further.
+    """
+
+    _has_warned = False
 
     def __init__(self, make_aggregator: Callable[[], Aggregator], *, rounds: int) -> None:
         super().__init__(make_aggregator)
@@ -91,6 +102,21 @@ class WarmupServer(ServerStrategy):
 
     def aggregator(self, round: int, name: str = GLOBAL) -> Aggregator:
         return WeightedSum(weighting="examples") if round <= self.rounds else super().aggregator(round)
+
+    def after_aggregation(self, done: AggregatedModel) -> tuple[Any, dict[str, Any]]:
+        before = done.model.layers
+        kernels = [name for name, layer in done.layers.items() if layer.ndim > 1 and before[name].any()]
+        if kernels and not self._has_warned:
+            ratios = {name: np.linalg.norm(done.layers[name]) / np.linalg.norm(before[name]) for name in kernels}
+            name = min(kernels, key=ratios.__getitem__)
+            if ratios[name] < SHRUNK:
+                self._has_warned = True
+                log.warning(
+                    "L-DAWA has multiplied the norm of %s by %.2f in round %d; layers with small cosines shrink more "
+                    "and more: set strategy.normalize=true, or a smaller optimizer.lr",
+                    *(name, ratios[name], done.round),
+                )
+        return super().after_aggregation(done)
 
     def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:
         ever = [*self.aggregator(1).required_metrics, *self.aggregator(self.rounds + 1).required_metrics]
@@ -147,4 +173,4 @@ class LDAWA(FedSSLStrategy):
         client = client or ClientStrategy()
         if scale_at == "client":
             client.change_upload = ScaleUpload(buffers, warmup_rounds)
-        super().__init__(WarmupServer(aggregator, rounds=warmup_rounds), client)
+        super().__init__(LDAWAServer(aggregator, rounds=warmup_rounds), client)

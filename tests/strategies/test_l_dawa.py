@@ -5,10 +5,12 @@ from functools import partial
 import numpy as np
 import pytest
 
+from strategies.aggregate import aggregate
 from strategies.fedavg import fedavg
-from strategies.l_dawa import l_dawa
+from strategies.l_dawa import LDAWA, l_dawa
 from strategies.loss_weighted import loss_weighted
 from strategies.m_dawa import m_dawa
+from strategies.types import AggregatedModel, GlobalModel
 from tests.strategies.made import CLIENTS, DELTA, GLOBAL, update
 
 
@@ -66,3 +68,30 @@ def test_buffers_and_counters_by_hand():
         clients[1] = update(1, clients[1].layers, num_examples=n)
         counter = fedavg(start, clients)["bn.num_batches_tracked"]
         assert (counter, counter.dtype, counter.shape) == (expected, start["bn.num_batches_tracked"].dtype, ())
+
+
+def test_a_warning_once_if_a_kernel_shrinks(caplog):
+    """Two clients turn the kernel (3, 4) by 90 degrees each way: cosines are 0. A turned bias gives no warning."""
+    before = {"kernel": np.array([[3.0, 4.0]]), "zero": np.zeros((2, 2)), "bias": np.array([3.0, 4.0])}
+    turned = [np.array([[-4.0, 3.0]]), np.array([[4.0, -3.0]])]
+    kept = [before["kernel"], np.array([[4.0, 3.0]])]  # cosines 1 and 0.96: norm of ((3, 4) + 0.96 (4, 3)) / 2 is 4.85
+
+    def after(strategy, round, kernels):
+        clients = [
+            update(k, {**before, "kernel": w, "bias": -before["bias"]}, num_examples=1) for k, w in enumerate(kernels)
+        ]
+        aggregator = strategy.server.aggregator(round)
+        layers = aggregate(before, clients, aggregator)
+        model = GlobalModel(layers=before)
+        done = AggregatedModel(model=model, round=round, layers=layers, aggregator=aggregator, received={})
+        strategy.server.after_aggregation(done)
+        return [record.getMessage() for record in caplog.records]
+
+    strategy = LDAWA(warmup_rounds=1)
+    assert after(strategy, 1, kept) == after(strategy, 2, kept) == []
+    (warning,) = after(strategy, 3, turned)
+    assert warning.startswith("L-DAWA has multiplied the norm of kernel by 0.00 in round 3; ")
+    assert "set strategy.normalize=true" in warning
+    assert after(strategy, 4, turned) == [warning]
+    caplog.clear()
+    assert after(LDAWA(normalize=True), 1, kept) == []
