@@ -245,8 +245,8 @@ def check_regularizer(regularizer: Regularizer, method: SSLMethod, *, term: Regu
     resolved, name = ((one.resolve_part(method), one) for one in regularizer.terms), type(method).__name__
     parts = {part: one for part, one in resolved if part is not None}
     if len(parts) > 1:
-        needs = " and ".join(f"{type(one).__name__} that of the {part}" for part, one in parts.items())
-        raise InputError(f"a step has the output of one part, and {needs} is needed; set regularizer=none")
+        needs = " and ".join(f"{type(one).__name__} needs that of the {part}" for part, one in parts.items())
+        raise InputError(f"a step has the output of one part, but {needs}; set regularizer=none")
     for part, one in parts.items():
         is_of_strategy = term is not None and one in term.terms
         if part not in (child for child, _ in method.named_children()):

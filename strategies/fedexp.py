@@ -31,7 +31,7 @@ class ExtrapolatedSum:
 
     def start(self, global_layers: GlobalLayers) -> None:
         self._mean.start(global_layers)
-        self._start, self._weights = global_layers, GlobalLayers(global_layers.weights().layers)
+        self._weights = GlobalLayers(global_layers.weights().layers)
         self._square, self._total = 0.0, 0.0
 
     def add(self, update: ClientUpdate, cosines: Cosines) -> None:

@@ -29,6 +29,7 @@ BUILT_IN = (
 
 TrainStep = Callable[[Views], Tensor]
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+_Kind = tuple[Hashable, ...]  # constants, then shape and dtype of every input
 
 
 class Capturable(Protocol):
@@ -54,8 +55,8 @@ class CudaGraphCache:
 
     def __init__(self, optimizer: Optimizer, capture: Capture | None = None) -> None:
         self._optimizer, self._capture = optimizer, capture or capture_on_gpu()
-        self._captured: dict[Hashable, _CapturedStep] = {}
-        self._done: Counter[Hashable] = Counter()  # steps of every kind
+        self._captured: dict[_Kind, _CapturedStep] = {}
+        self._done: Counter[_Kind] = Counter()  # steps of every kind
         self._trained: list[bool] = []
         for group in optimizer.param_groups:
             group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
@@ -99,13 +100,16 @@ class CudaGraphCache:
         captured.replay()
         return captured.result
 
-    def _make_room(self, kind: Hashable) -> bool:
-        """Return whether a kind of step can be captured, if need be instead of one that is half as frequent."""
+    def _make_room(self, kind: _Kind) -> bool:
+        """Return whether a kind of step can be captured, if need be instead of one that is half as frequent.
+
+        Constants change between rounds and seldom return, so that steps with others are replaced first.
+        """
         if len(self._captured) < MAX_GRAPHS:
             return True
-        rarest = min(self._captured, key=self._done.__getitem__)
-        if self._done[kind] <= 2 * self._done[rarest]:  # else kinds of equal frequency would replace each other
-            return False
+        rarest = min(self._captured, key=lambda other: (other[0] == kind[0], self._done[other]))
+        if rarest[0] == kind[0] and self._done[kind] <= 2 * self._done[rarest]:
+            return False  # else kinds of equal frequency would replace each other
         del self._captured[rarest]
         return True
 

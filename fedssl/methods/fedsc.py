@@ -7,7 +7,8 @@ authors' code; the paper's equations are unverified.
 A client uploads R, the mean over the batches of its round, and the server sends the mean over the clients of the last
 round, from which a client of that round subtracts its own. Differences from the authors' code: they compute R in a
 separate pass over all images before a round, also for clients that have not trained lately, and optionally add noise.
-Here it costs no pass, and is that of the model during the client's training. R reveals second moments of projections.
+Here it costs no pass, and is that of the model during the client's training. If the server drops an update, its client
+subtracts a matrix that the mean lacks. R reveals second moments of projections.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +46,7 @@ def correlation(z1: Tensor, z2: Tensor) -> Tensor:
     return r
 
 
-def spectral_loss(z1: Tensor, z2: Tensor, others: Tensor, *, own_share: float) -> Tensor:
+def spectral_loss(z1: Tensor, z2: Tensor, others: Tensor, *, own_share: Tensor) -> Tensor:
     """Return ``-2 mean(z1 . z2) + a |R|^2 + 2 (1 - a) <R, others>``, with a the ``own_share`` of the own images.
 
     ``others`` is the mean correlation matrix of other clients, ``(dim, dim)``, without gradient. With ``own_share`` 1
@@ -75,6 +76,8 @@ class FedSC(ProjectorMethod):
     min_batch_size = 3
     uploaded_parts = (OWN,)
     broadcast_parts = (MEAN, CLIENTS)
+    _alpha: Tensor
+    _others: Tensor
 
     def __init__(
         self, encoder: Encoder, *, projector: Callable[[int], MLP], max_square: float, own_share: float
@@ -88,12 +91,8 @@ class FedSC(ProjectorMethod):
             self.register_buffer(name, torch.zeros(()))
         for name in (SUM, STEPS, LAST):
             self.keep_local(name)
-        self._alpha = 1.0
-        self._others = torch.zeros(dim, dim)
-
-    @property
-    def step_constants(self) -> tuple[float, ...]:
-        return (self._alpha,)
+        self.register_buffer("_alpha", torch.ones(()), persistent=False)  # both change in place, for CUDA graphs
+        self.register_buffer("_others", torch.zeros(dim, dim), persistent=False)
 
     def start_round(self, *, first: bool) -> None:
         super().start_round(first=first)
@@ -105,10 +104,8 @@ class FedSC(ProjectorMethod):
             others = (clients * mean - total / steps) / (clients - 1)
         has_others = clients > was_there
         progress = (self.round - 1) / max(self.rounds - 1, 1)
-        self._alpha = 1 - (1 - self.own_share) * progress if has_others else 1.0
-        if self._others.device != mean.device:
-            self._others = torch.empty_like(mean)
-        self._others.copy_(others)  # in place: CUDA graphs use this memory
+        self._alpha.fill_(1 - (1 - self.own_share) * progress if has_others else 1.0)
+        self._others.copy_(others)
         total.zero_()
         steps.zero_()
         buffers[LAST].fill_(self.round)

@@ -61,8 +61,8 @@ class Client:
             self.method.end_round()
         self.rounds += 1
 
-    def views(self):
-        images = torch.zeros(4, 1, 8, 8, dtype=torch.uint8)
+    def views(self, num_images=4):
+        images = torch.zeros(num_images, 1, 8, 8, dtype=torch.uint8)
         return self.training.augment(images, torch_generator(0, "views"))
 
     def is_like(self, other):
@@ -133,10 +133,22 @@ def test_a_kind_twice_as_frequent_replaces_another(monkeypatch):
     recorder = Recorder()
     client = Client(record=recorder)
     captured_at = []
-    for kind in ["A"] * 4 + ["B"] * 10 + ["A"]:
-        client.training.graphs.run(lambda views: views[0].images.sum(), client.views(), constants=kind)
+    for size in [4] * 4 + [5] * 10 + [4]:  # A has 4 images and B 5
+        client.training.graphs.run(lambda views: views[0].images.sum(), client.views(size))
         captured_at.append(recorder.recorded)
     assert captured_at == [0, 0, 0, 1, *[1] * 8, 2, 2, 2]
+
+
+def test_steps_of_earlier_rounds_are_replaced_first(monkeypatch):
+    """With room for one and a constant that changes every 5 steps, the 4th step of every round is captured."""
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 1)
+    recorder = Recorder()
+    client = Client(record=recorder)
+    captured_at = []
+    for number in [1] * 5 + [2] * 5 + [3] * 5:
+        client.training.graphs.run(lambda views: views[0].images.sum(), client.views(), constants=(number,))
+        captured_at.append(recorder.recorded)
+    assert captured_at == [0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize(("method", "schedule"), [("simclr", "layer_wise"), ("byol", "progressive")])

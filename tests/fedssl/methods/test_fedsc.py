@@ -15,8 +15,8 @@ def test_the_loss_by_hand():
     z1, z2 = torch.tensor([[1.0, 0], [0, 2]]), torch.tensor([[1.0, 0], [0, 0]])
     assert correlation(z1, z2).tolist() == [[0.5, 0], [0, 1]]
     others = torch.tensor([[2.0, 5], [5, 3]])  # <R, others> = 0.5 * 2 + 3
-    assert spectral_loss(z1, z2, others, own_share=1.0).item() == 1.25 - 1
-    assert spectral_loss(z1, z2, others, own_share=0.25).item() == 0.25 * 1.25 + 1.5 * 4 - 1
+    assert spectral_loss(z1, z2, others, own_share=torch.tensor(1.0)).item() == 1.25 - 1
+    assert spectral_loss(z1, z2, others, own_share=torch.tensor(0.25)).item() == 0.25 * 1.25 + 1.5 * 4 - 1
     assert clip_norm(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), square=4.0).tolist() == [
         pytest.approx([1.2, 1.6]),
         pytest.approx([0.3, 0.4]),
@@ -49,7 +49,7 @@ def test_clients_subtract_their_own_matrix(tmp_path):
     method.round = 2
     method.start_round(first=False)
     np.testing.assert_allclose(method._others.numpy(), (own[1] + own[2]) / 2, rtol=1e-5, atol=1e-6)
-    assert method.step_constants == (0.6,)  # halfway from 1 to 0.2
+    assert method._alpha.item() == pytest.approx(0.6)  # halfway from 1 to 0.2
 
 
 def test_alone_it_is_spectral_contrastive_learning(tmp_path):
