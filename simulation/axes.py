@@ -45,7 +45,7 @@ def expand_axes(overrides: Sequence[str], options: Mapping[str, Any]) -> list[li
     return jobs
 
 
-def axes_of(overrides: Sequence[str], options: Mapping[str, Any] = {}) -> dict[str, list[str]]:
+def axes_of(overrides: Sequence[str], options: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the axes of the experiment, which those of ``options`` replace; raise `InputError` if one is no list."""
     chosen = _chosen(overrides)
     sweep: Any = OmegaConf.to_container(compose_unresolved(chosen)[0].sweep) if chosen else {}

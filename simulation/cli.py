@@ -152,7 +152,7 @@ def _run_hydra_sweep(flags: Sequence[str], overrides: Sequence[str]) -> int:
     check_job_folders(overrides)
     if folder_to_resume(overrides) is not None:
         raise InputError("a sweep of Hydra's sweepers and launchers cannot be resumed; leave out resume or these")
-    if axes_of(overrides):
+    if axes_of(overrides, options):
         raise InputError("Hydra itself runs the jobs of this sweep, without sweep.axes; leave out Hydra's settings")
     metric = options.get("metric")
     if metric is not None:

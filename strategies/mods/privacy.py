@@ -64,8 +64,8 @@ def updates_are_summed(parts: RunParts) -> Problem:
     if parts.strategy.server.has_server_step:
         name = parts.settings.recording.choices.get("strategy")
         return (
-            f"privacy=central adds noise to the mean of the clients, which strategy={name} changes; set strategy=fedavg "
-            "strategy.weighting=uniform"
+            f"privacy=central adds noise to the mean of the clients, which strategy={name} changes; set "
+            "strategy=fedavg strategy.weighting=uniform"
         )
     encoder = parts.method.encoder
     updated = {name for name, _ in encoder.named_buffers()} - encoder.base_names

@@ -56,7 +56,7 @@ def test_methods_without_whole_views_are_refused(tmp_path):
         InputError, match=r"ModelContrast needs the encoder's output .* set strategy=fedavg, or another"
     ):
         Federation(tmp_path, "strategy=moon", *overrides_of("mae"))
-    with pytest.raises(InputError, match="Alignment needs that of the encoder and ModelContrast needs that of the proj"):
+    with pytest.raises(InputError, match="Alignment needs that of the encoder and ModelContrast"):
         Federation(tmp_path, "strategy=moon", "regularizer=alignment")
 
 

@@ -12,20 +12,7 @@ import pytest
 
 from fedssl.config.load import compose
 from fedssl.config.saved_run import save_run
-from fedssl.report.cli import main
 from fedssl.runs.run import read_run
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Run the command; returns exit status, standard output and standard error."""
-
-    def call(*overrides: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedssl-report", *map(str, overrides)])
-        status = main()
-        return status, *capsys.readouterr()
-
-    return call
 
 
 def job(folder: Path, strategy: str, seed: int, status: str = "finished", knn: float = 0.5) -> Path:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas
 import pytest
 
-from tests.fedssl.report.test_cli import command, job  # noqa: F401
+from tests.fedssl.report.test_cli import job
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def runs(tmp_path: Path) -> Path:
     return folder
 
 
-def test_differences_are_paired_over_common_seeds(runs: Path, tmp_path: Path, command):  # noqa: F811
+def test_differences_are_paired_over_common_seeds(runs: Path, tmp_path: Path, command):
     status, out, _ = command(runs, "--reference", "strategy=fedavg")
     assert status == 0
     row = next(line for line in out.splitlines() if line.startswith("eua"))
@@ -35,7 +35,7 @@ def test_differences_are_paired_over_common_seeds(runs: Path, tmp_path: Path, co
     assert table.loc[0, ["strategy", "seeds", "difference"]].tolist() == ["eua", 3, pytest.approx(2.0)]
 
 
-def test_rows_are_compared_within_the_same_other_settings(runs: Path, command):  # noqa: F811
+def test_rows_are_compared_within_the_same_other_settings(runs: Path, command):
     for seed in range(3):
         folder = job(runs / f"byol{seed}", "fedavg", seed, knn=0.1)
         (folder / "config.yaml").write_text((folder / "config.yaml").read_text().replace('"rounds": 3', '"rounds": 9'))
@@ -53,7 +53,7 @@ def test_rows_are_compared_within_the_same_other_settings(runs: Path, command): 
         (["strategy=fedavg", "--watch", "1"], "--reference compares runs that have ended; remove --paper and --watch"),
     ],
 )
-def test_bad_references_get_one_sentence(runs: Path, command, words, problem):  # noqa: F811
+def test_bad_references_get_one_sentence(runs: Path, command, words, problem):
     status, _, error = command(runs, "--reference", *words)
     assert status == 2
     assert problem in error
