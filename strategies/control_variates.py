@@ -41,10 +41,12 @@ def zeros_like(layers: Layers, names: Collection[str]) -> Layers:
 
 
 def needs_fresh_clients(context: RunContext, *, strategy: str) -> Problem:
-    """Refuse late updates and evicted states, whose corrections the server would continue to use."""
+    """Refuse late or unused updates and evicted states, whose corrections the server and clients would count apart."""
     settings = context.settings
+    extra = settings.aggregation.over_selection
     for given, setting, remedy in (
         (settings.aggregation.buffered, "aggregation.buffered=true", "aggregation.buffered=false"),
+        (extra, f"aggregation.over_selection={extra}", "aggregation.over_selection=0"),
         (settings.recording.max_state_bytes is not None, "client_state.max_bytes", "client_state.max_bytes=null"),
     ):
         if given:

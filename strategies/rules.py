@@ -79,7 +79,7 @@ def sum_problem(what: str, parts: RunParts, *, weightings: Collection[str]) -> P
 def _why_no_sum(aggregator: Aggregator, weightings: Collection[str]) -> Problem:
     """Return why an aggregator is no sum with one of the weightings; None if it is."""
     if not isinstance(aggregator, WeightedSum) or aggregator.scale != "none":
-        return "compares or selects them on the server"
+        return "compares, selects or corrects them on the server"
     if aggregator.weighting in weightings:
         return None
     return {

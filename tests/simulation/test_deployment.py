@@ -53,7 +53,7 @@ def test_invalid_settings_are_rejected_before_submission(overrides, sentence, tm
         (["secure_aggregation=secagg_plus"], "reveals only the sum of updates; set .*aggregation.max_norm_ratio=null"),
         (
             ["secure_aggregation=secagg_plus", "aggregation.max_norm_ratio=null"],
-            "needs a strategy that adds up the clients, but strategy=l_dawa compares or selects them on the server",
+            "needs a strategy that adds up the clients, but strategy=l_dawa compares, selects or corrects them on",
         ),
         (
             ["secure_aggregation=secagg_plus", "aggregation.max_norm_ratio=null", "strategy=fedavg"],

@@ -163,7 +163,7 @@ def test_a_whole_run(tmp_path, capsys):
     ("overrides", "reason"),
     [
         (["strategy=l_dawa"], "needs a strategy that adds up the clients, but strategy=l_dawa compares"),
-        (["strategy=median"], "needs a strategy that adds up the clients, but strategy=median compares or selects"),
+        (["strategy=median"], "needs a strategy that adds up the clients, but strategy=median compares, selects or"),
         (["strategy=loss_weighted"], "strategy=loss_weighted weights them by their losses relative to the smallest"),
         (
             ["strategy=fedavg", "secure_aggregation.max_weight=10"],
