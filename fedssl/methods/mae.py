@@ -87,7 +87,7 @@ class MAE(SSLMethod):
         exchange_decoder: bool = True,
     ) -> None:
         super().__init__()
-        self.encoder = require_tokens(encoder, method="MAE")
+        self.encoder = require_tokens(encoder, method=type(self).__name__)
         assert encoder.channels is not None
         pixels = self.encoder.patch_size**2 * encoder.channels
         if normalize_patches and pixels == 1:
