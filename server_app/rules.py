@@ -66,7 +66,8 @@ def regularizer_has_its_input(parts: RunParts) -> Problem:
         return None
     return (
         f"{needing[0]} compares representations of images, but the schedule freezes trained "
-        "stages and trains on their output; set schedule=end_to_end or schedule=progressive, or another regularizer"
+        "stages and trains on their output; set schedule=end_to_end or schedule=progressive, or another regularizer "
+        "or strategy"
     )
 
 
