@@ -4,15 +4,19 @@ import json
 import os
 import signal
 import ssl
+import tarfile
 import urllib.error
 import urllib.request
 from contextlib import suppress
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from client_app.resident_folder import Supervisor
 from simulation.run import run as simulate
 from tests.devices import SMALL, write_images
+from tests.fedssl.datasets.dicom_files import make
 from tests.fleet import PATIENCE, fleet, until
 from tests.runs import model_bits
 
@@ -192,3 +196,31 @@ def test_a_run_resumes_after_its_superlink_was_killed(image_folders, tmp_path):
         assert status == 0, output
     assert model_bits(simulation) == model_bits(run)
     assert [row["round"] for row in rows(run)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.heavy
+def test_devices_have_a_shard_a_manifest_and_dicom(image_folders, tmp_path):
+    """Equal to a simulation of the same images as folders of PNG files."""
+    shard, scans = tmp_path / "shard-000.tar", tmp_path / "scans"
+    with tarfile.open(shard, "w") as archive:
+        for file in sorted(image_folders["a"].iterdir()):
+            archive.add(file, file.name)
+    manifest = tmp_path / "manifest.csv"
+    rows = [f"{file},patient {file.stem}" for file in sorted(image_folders["b"].iterdir())]
+    manifest.write_text("\n".join(["path,group", *rows]))
+    scans.mkdir()
+    for file in sorted(image_folders["c"].iterdir()):
+        (scans / file.stem).write_bytes(make(np.asarray(Image.open(file)), bits=8))
+    overrides = [*SEEDED, "strategy=fedavg", "rounds=2"]
+    own = [f"dataset.path={tmp_path / 'images'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]
+    simulate([*overrides, *own, f"output_dir={tmp_path / 'simulation'}"])
+    numbers = partitions(tmp_path / "simulation")
+    with fleet(*image_folders) as running:
+        for name, path in {"a": shard, "b": manifest, "c": scans}.items():
+            running.start_node(
+                name, data_path=path, client_name=name, state_path=tmp_path / name, partition_id=numbers[name]
+            )
+        running.wait_for_nodes(3)
+        status, output = running.run(*overrides, "num_clients=3", f"output_dir={tmp_path / 'fleet'}")
+        assert status == 0, output
+    assert model_bits(tmp_path / "simulation") == model_bits(tmp_path / "fleet")
