@@ -245,21 +245,25 @@ def check_regularizer(regularizer: Regularizer, method: SSLMethod, *, term: Regu
     resolved, name = ((one.resolve_part(method), one) for one in regularizer.terms), type(method).__name__
     parts = {part: one for part, one in resolved if part is not None}
     if len(parts) > 1:
-        needs = " and ".join(f"{type(one).__name__} needs that of the {part}" for part, one in parts.items())
+        needs = " and ".join(f"{_described(one, term)} needs that of the {part}" for part, one in parts.items())
         raise InputError(f"a step has the output of one part, but {needs}; set regularizer=none")
     for part, one in parts.items():
         is_of_strategy = term is not None and one in term.terms
         if part not in (child for child, _ in method.named_children()):
             other = "strategy" if is_of_strategy else "regularizer"
             raise InputError(
-                f"{type(one).__name__} needs a {part}, which {name} does not have; set another {other} or method"
+                f"{_described(one, term)} needs a {part}, which {name} does not have; set another {other} or method"
             )
         if part not in method.regularized_parts or method.accepted_views.min_global < one.num_views:
             others = "strategy=fedavg" if is_of_strategy else "regularizer=none or regularizer=prox"
             raise InputError(
-                f"{type(one).__name__} needs the {part}'s output for {one.num_views} whole views, which "
+                f"{_described(one, term)} needs the {part}'s output for {one.num_views} whole views, which "
                 f"{name} does not compute; set {others}, or another method"
             )
+
+
+def _described(one: Regularizer, term: Regularizer | None) -> str:
+    return "the strategy's term" if term is not None and one in term.terms else type(one).__name__
 
 
 def check_views(augment: Augmentation, method: SSLMethod) -> None:

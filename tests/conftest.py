@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,8 +43,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Let workers, and the processes that they start, save and share compiled files: imports take twice as long else.
 
-    With `-n 0` the environment decides. Mutations need it so.
+    With `-n 0` the environment decides. Mutations need it so. Programs that a shell starts in the background ignore
+    Ctrl-C, and so would the commands that tests interrupt.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("dist", "no") != "no":
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-import numpy as np
-
 LEVEL = 0.95  # of intervals; tests have the significance level 1 - LEVEL
 POWER = 0.8
 
@@ -34,7 +32,8 @@ class Difference:
 
 def ranks(values: Values) -> dict[str, float]:
     """Return the mean rank of each row over its values, one per seed; 1 is the highest, and ties share their ranks."""
-    from scipy.stats import rankdata  # here and below: slow import
+    import numpy as np  # here and below: slow imports
+    from scipy.stats import rankdata
 
     table = np.array(list(values.values()))  # (rows, seeds)
     within = rankdata(-table, axis=0)

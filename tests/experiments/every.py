@@ -71,6 +71,7 @@ def written(name: str) -> tuple[list[str], list[str], int]:
     """
     node = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     defaults, _sweep = node.pop("defaults", []), node.pop("hydra", None)
+    node.get("sweep", {}).pop("axes", None)  # whose keys are chosen freely
     below = [entry.removeprefix("/experiment/") for entry in defaults if isinstance(entry, str)]
     chosen = [pair for entry in defaults if isinstance(entry, dict) for pair in entry.items()]
     overrides = [f"{group.removeprefix('override ').removeprefix('/')}={choice}" for group, choice in chosen]

@@ -1,5 +1,6 @@
 """Synthetic cases in which a mechanism must act. `benchmarks/mechanisms.py` measures the same on images."""
 
+import copy
 from functools import partial
 from math import sqrt
 
@@ -105,7 +106,7 @@ def test_dapu_keeps_a_drifting_predictor_until_the_encoder_rests(tmp_path, predi
     for round, (step, expected) in enumerate(zip([0.5, 0.5, 0.5, 0.125, 0.5], drift, strict=True), start=1):
         tested = FedU(predictor=predictor, predictor_threshold=0.25 * unit)
         began, _, _ = participate(
-            make_byol(), tested, make_plan(round, dict(global_layers), read_only=False), tmp_path, step=step
+            make_byol(), tested, make_plan(round, copy.deepcopy(global_layers)), tmp_path, step=step
         )
         for name in (name for name in began if name.startswith("predictor.") and name.endswith("weight")):
             np.testing.assert_allclose(began[name], global_layers[name] + expected, rtol=1e-6)
