@@ -36,7 +36,7 @@ def text(page: Page, name: str) -> str:
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_opens_without_requests_and_fits(open_page: OpenPage, file: Path, width: int, dark: bool):
     page = open_page(file.as_uri(), width=width, dark=dark)
-    page.page.wait_for_function("sheets.every(Boolean)")
+    page.wait_until("sheets.every(Boolean)")
     page.evaluate("setCurrent(5)")
     assert page.messages == []
     assert page.requests == [file.as_uri()]
@@ -87,7 +87,7 @@ def test_drag_wheel_and_buttons_move_the_map(open_page: OpenPage, file: Path):
     x, y = place_of(page, 7)
     page.page.mouse.move(x, y)
     page.page.mouse.wheel(0, -500)
-    page.page.wait_for_function("camera.scale > 2")
+    page.wait_until("camera.scale > 2")
     assert place_of(page, 7) == pytest.approx((x, y), abs=2)  # the point below the mouse stays
     page.page.mouse.down()
     page.page.mouse.move(x + 50, y + 20, steps=3)
@@ -204,7 +204,7 @@ def test_views_list_clusters_duplicates_and_outliers(open_page: OpenPage, file: 
 
 def test_thumbnails_are_those_of_their_images(open_page: OpenPage, file: Path):
     page = open_page(file.as_uri())
-    page.page.wait_for_function("sheets.every(Boolean)")
+    page.wait_until("sheets.every(Boolean)")
     page.page.locator("[data-view=outliers]").click()
     page.page.locator("#search").fill("folder/77.png")
     found = page.evaluate("""async () => {
@@ -228,7 +228,7 @@ def test_ten_thousand_images_pan_smoothly(open_page: OpenPage, tmp_path: Path):
     file.write_text(page_of(10_000, clusters=5))
     assert file.stat().st_size < 30e6
     page = open_page(file.as_uri())
-    page.page.wait_for_function("sheets.every(Boolean)")
+    page.wait_until("sheets.every(Boolean)")
     milliseconds = page.evaluate("""() => {
       const times = [];
       for (let frame = 0; frame < 31; frame++) {

@@ -62,6 +62,14 @@ class Page:
     def evaluate(self, script: str) -> Any:
         return self.page.evaluate(script)
 
+    def wait_until(self, expression: str) -> None:
+        """Wait for an expression to become true; Playwright's own function evaluates text, which the pages block."""
+        for _ in range(200):
+            if self.evaluate(expression):
+                return
+            self.page.wait_for_timeout(50)
+        raise TimeoutError(expression)
+
     def check_layout(self) -> None:
         """Check that the page fits its window, is light or dark, and has the contrast of WCAG AA."""
         assert self.evaluate("document.documentElement.scrollWidth") <= self.width  # tables scroll within the page
