@@ -1,4 +1,4 @@
-"""What SCAFFOLD and FedDyn have in common: arrays like the trained weights, which correct every local gradient.
+"""Corrections of local gradients, for SCAFFOLD and FedDyn: arrays with the shapes of the trained weights.
 
 They are constant in a round and enter the loss as a linear term (`fedssl.regularizers.linear`), so that they are
 clipped with the gradient, and momentum applies to them as to the gradient.
@@ -41,7 +41,7 @@ def zeros_like(layers: Layers, names: Collection[str]) -> Layers:
 
 
 def needs_fresh_clients(context: RunContext, *, strategy: str) -> Problem:
-    """Refuse late or unused updates and evicted states, whose corrections the server and clients would count apart."""
+    """Refuse late or unused updates and removed states, whose corrections the server and clients would count apart."""
     settings = context.settings
     extra = settings.aggregation.over_selection
     for given, setting, remedy in (

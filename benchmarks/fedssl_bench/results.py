@@ -110,7 +110,7 @@ def results_page() -> str:
 def page(suite: Suite, entries: Sequence[BenchResult]) -> str:
     """Return the suite's part of `results_page`: a table and the significant differences for each method."""
     entries = [entry for entry in entries if entry.suite == suite.name]
-    kind = "each row has settings of its own, selected on other seeds" if suite.tuned else "untuned"
+    kind = "the settings of each row were selected on other seeds" if suite.tuned else "untuned"
     lines = [f"## Suite `{suite.name}`: {kind}", ""]
     for method in dict.fromkeys(row.method for row in suite.rows):
         of_method = _by_rule(suite, [entry for entry in entries if entry.method == method])

@@ -54,7 +54,7 @@ class Suite:
     clients: int = 10
     alpha: float = 0.1  # Dirichlet concentration of the partitions
     jobs: int | None = None  # number of concurrent runs; None: one per core
-    tuned: bool = False  # whether each row has settings of its own, selected on other seeds
+    tuned: bool = False  # whether the settings of each row were selected on other seeds
     recorded: bool = (
         True  # whether the partitions of CIFAR-10 are recorded; False: the overrides select data and partition
     )

@@ -33,7 +33,7 @@ _Kind = tuple[Hashable, ...]  # constants, then shape and dtype of every input
 
 
 class Capturable(Protocol):
-    """What runs in a step; whether it runs the same operations in every step with the same batch size."""
+    """Part of a training step. ``cuda_graph_safe`` is whether every step of a batch size runs the same operations."""
 
     @property
     def cuda_graph_safe(self) -> bool: ...

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fedssl.errors import InputError
+from fedssl.wire.messages import ClientUpdate
 from strategies.moon import LAST, ModelContrast, model_contrastive
 from tests.federation import Federation
 from tests.methods import overrides_of
@@ -60,11 +61,28 @@ def test_methods_without_whole_views_are_refused(tmp_path):
         Federation(tmp_path, "strategy=moon", "regularizer=alignment")
 
 
-def test_a_client_contrasts_its_own_last_model(tmp_path):
-    """With equal models both cosines are equal, and the term is log 2; each client loads its own."""
+def test_with_equal_models_the_term_is_log_2(tmp_path):
+    """Both cosines are then equal."""
     federation = Federation(tmp_path, "strategy=moon", "optimizer.lr=0")
     federation.run(1)
     first = federation.report.clients[0].loss
     federation.run(1)
     assert isinstance(federation.strategy.client.term, ModelContrast)
     assert federation.report.clients[0].loss == pytest.approx(first + math.log(2), abs=0.2)
+
+
+def test_a_client_contrasts_its_own_last_model(tmp_path, monkeypatch):
+    """In round 2 each client loads what it has uploaded in round 1."""
+    federation, loaded, load = Federation(tmp_path, "strategy=moon"), [], ModelContrast.load
+    monkeypatch.setattr(ModelContrast, "load", lambda term, last: (loaded.append(last), load(term, last))[1])
+    federation.run(2)
+    updates = [ClientUpdate.from_content(content, 0) for content in federation.updates]
+    number = len(updates) // 2
+    assert number > 1
+    assert loaded[:number] == [{}] * number
+    for last, update in zip(
+        loaded[number:], updates[:number], strict=True
+    ):  # clients have an equal order in all rounds
+        weights = [name for name in last if name in update.layers]
+        assert len(weights) > 3
+        assert all(np.array_equal(last[name].numpy(), update.layers[name]) for name in weights)
