@@ -56,7 +56,7 @@ class Entry:
     date: str
     machine: str
     versions: dict[str, str]
-    seconds: float
+    seconds: float  # of all rounds
 
     @property
     def key(self) -> Key:
@@ -81,7 +81,7 @@ def folder_of(job: StudyJob, root: Path) -> Path:
     return root / job.study / job.part.replace(" ", "_") / f"{job.row}-{job.rate:g}".replace(" ", "_") / str(job.seed)
 
 
-def prepare(job: StudyJob, root: Path) -> Job:
+def prepare(job: StudyJob, root: Path, overrides: Sequence[str]) -> Job:
     """Return the process of a run; a run of other code starts again."""
     folder = folder_of(job, root)
     marker = folder.with_suffix(".code")
@@ -89,7 +89,7 @@ def prepare(job: StudyJob, root: Path) -> Job:
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         marker.write_text(CODE)
-    return Job(f"{job.part}, {job.row}, lr {job.rate:g}, seed {job.seed}", folder, job.overrides, 1.0)
+    return Job(f"{job.part}, {job.row}, lr {job.rate:g}, seed {job.seed}", folder, (*job.overrides, *overrides), 1.0)
 
 
 def collect(jobs: Iterable[StudyJob], root: Path) -> list[Entry]:
@@ -102,7 +102,8 @@ def entry(job: StudyJob, folder: Path) -> Entry:
     """Return the entry of a finished run."""
     run = read_run(folder)
     assert run.summary is not None
-    lines = [line for line in read_jsonl(folder / "metrics.jsonl") if "evaluation" in line]
+    rounds = list(read_jsonl(folder / "metrics.jsonl"))
+    lines = [line for line in rounds if "evaluation" in line]
     lines = [{**line["evaluation"], **line.get("collapse", {}), "round": line["round"]} for line in lines]
     over_rounds = {name: [each[name] for each in lines] for name in run.results}
     layers = RunNorms(run)
@@ -119,7 +120,7 @@ def entry(job: StudyJob, folder: Path) -> Entry:
         date=date.fromtimestamp((folder / "summary.json").stat().st_mtime).isoformat(),
         machine=machine(),
         versions=run.summary["versions"],
-        seconds=round(run.summary["seconds"], 1),
+        seconds=round(sum(line["seconds"] for line in rounds), 1),
     )
 
 
@@ -212,6 +213,7 @@ def draw(study: str, entries: Sequence[Entry], file: Path, part: str) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("overrides", nargs="*", help="of settings for the machine, e.g. gpu_augmentation=triton")
     parser.add_argument("--data", help="CIFAR-10, as in dataset.path; for the study of CIFAR-10")
     parser.add_argument("--minutes", type=float, default=240, help="time limit; 0: only print tables")
     parser.add_argument("--jobs", type=int, default=1, help="number of concurrent runs")
@@ -242,7 +244,9 @@ def main() -> None:
             and (job.key not in known or (options.again and known[job.key].code != CODE))
         ]
         try:
-            Runner(jobs=options.jobs, seconds=end - time.monotonic()).run([prepare(job, root) for job in planned])
+            Runner(jobs=options.jobs, seconds=end - time.monotonic()).run(
+                [prepare(job, root, options.overrides) for job in planned]
+            )
         finally:
             add(collect(planned, root))
     entries = list(read().values())

@@ -22,16 +22,15 @@ def derive_seed(seed: int, *seed_path: int | str) -> int:
 
 
 def seed_torch(seed: int, device: "torch.device") -> None:
-    """Seed torch's global generator of the device, which layers such as dropout use.
+    """Seed torch's global generators of the device, which layers such as dropout use, and of the CPU.
 
-    ``torch.manual_seed`` would seed the generators of all devices; before CUDA is initialized it queues each call with
-    its stack.
+    Methods draw from that of the CPU if all devices must draw the same. ``torch.manual_seed`` would seed the generators
+    of all devices; before CUDA is initialized it queues each call with its stack.
     """
     import torch
 
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    else:
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
         with torch.accelerator.device_index(device.index):
             torch.get_device_module(device).manual_seed(seed)
 

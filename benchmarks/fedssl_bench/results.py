@@ -9,6 +9,8 @@ from datetime import date
 from pathlib import Path
 from statistics import mean, median
 
+import torch
+
 from benchmarks.fedssl_bench.suites import BOUNDS, SUITES, UNTRAINED, Suite
 from fedssl.atomic_files import write_text
 from fedssl.evaluation.scores import as_scores
@@ -94,11 +96,12 @@ def merge(file: Path, entries: Iterable[BenchResult]) -> list[BenchResult]:
 
 
 def machine() -> str:
-    """Return the name of the processor."""
+    """Return the name of the processor, and of the GPU that runs use if there is one."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    processor = names[0] if names else platform.processor() or platform.machine()
+    return f"{processor}, {torch.cuda.get_device_name()}" if torch.cuda.is_available() else processor
 
 
 def results_page() -> str:

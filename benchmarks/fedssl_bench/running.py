@@ -13,7 +13,7 @@ from pathlib import Path
 from fedssl.config.overrides import quote_value
 from fedssl.runs.run import read_summary
 
-COMMAND = (str(Path(sys.executable).with_name("fedssl")),)
+COMMAND = (sys.executable, "-c", "from fedssl.command_line import fedssl; fedssl()")  # also where it is not installed
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 60  # between SIGTERM and SIGKILL
 

@@ -81,7 +81,7 @@ class SSD(AlignUniform):
 
     def start_round(self, *, first: bool) -> None:
         super().start_round(first=first)
-        if first:  # from the generator that the client's seed has set
+        if first:  # from the CPU's generator, which the client's seed has set on every device
             chosen = torch.randperm(len(self.scales))[: max(1, round(self.share * len(self.scales)))]
             self.scales.fill_(1.0)
             self.scales[chosen.to(self.scales.device)] = self.scale

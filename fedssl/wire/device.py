@@ -31,7 +31,7 @@ COMPARED_PACKAGES = ("fedssl", "flwr", "torch", "torchvision")
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of Python and of those of `COMPARED_PACKAGES` that are installed here."""
-    versions = {name: _installed_version(name) for name in COMPARED_PACKAGES}
+    versions = {name: installed_version(name) for name in COMPARED_PACKAGES}
     return {"python": platform.python_version(), **{name: found for name, found in versions.items() if found}}
 
 
@@ -62,7 +62,7 @@ def unmet_requirements(app: Path) -> str:
     unmet = [
         f"{text} (installed: {found or 'none'})"
         for text in project["dependencies"]
-        if not _meets(found := _installed_version(Requirement(text).name), Requirement(text).specifier)
+        if not _meets(found := installed_version(Requirement(text).name), Requirement(text).specifier)
     ]
     if not _meets(platform.python_version(), SpecifierSet(project["requires-python"])):
         unmet.insert(0, f"Python {project['requires-python']} (installed: {platform.python_version()})")
@@ -80,7 +80,8 @@ def check_device_name(name: str) -> None:
         )
 
 
-def _installed_version(package: str) -> str:
+def installed_version(package: str) -> str:
+    """Return the version of an installed package, else an empty string."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
 from fedssl.atomic_files import saved_rounds
@@ -20,6 +19,7 @@ from fedssl.machine.memory import gigabytes
 from fedssl.runs.costs import sum_costs
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import START_KEYS, write_summary
+from fedssl.wire.device import installed_version
 from server_app.callbacks.base import Callback, RunEnd
 from server_app.callbacks.evaluation import results_by_model
 from server_app.client_states import summarize_states
@@ -100,7 +100,10 @@ class Summary(Callback):
             "clients_with_few_images": self._few_images,  # which never train
             "client_states": states,
             "dropped": dict(Counter(text.split(":")[0] for line in lines for text in line["dropped"].values())),
-            "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}},
+            "versions": {
+                "python": platform.python_version(),
+                **{name: found for name in VERSIONS if (found := installed_version(name))},
+            },
         }
 
 

@@ -64,7 +64,7 @@ def test_an_unfinished_run_of_other_code_starts_again(tmp_path, code, kept):
     folder = folder_of(job, tmp_path)
     (folder / "checkpoints").mkdir(parents=True)
     folder.with_suffix(".code").write_text(code)
-    assert prepare(job, tmp_path).folder == folder
+    assert prepare(job, tmp_path, ()).folder == folder
     assert (folder / "checkpoints").exists() == kept
     assert folder.with_suffix(".code").read_text() == CODE
 

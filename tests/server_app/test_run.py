@@ -11,6 +11,7 @@ import torch
 from fedssl.errors import InputError, RunError
 from fedssl.export import load_encoder
 from server_app import training_loop
+from server_app.callbacks import summary
 from server_app.checkpoint import latest_checkpoint
 from simulation.cli import main
 from simulation.run import run
@@ -205,6 +206,12 @@ def test_what_ends_a_run_loses_no_finished_round(whole, tmp_path, error, monkeyp
     run([f"resume={cut}"])
     assert model_bits(whole) == model_bits(cut)
     assert [line["round"] for line in read_lines(cut / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_run_ends_without_the_metadata_of_a_package(tmp_path, monkeypatch):
+    monkeypatch.setattr(summary, "VERSIONS", ("numpy", "a-package-that-is-copied"))
+    run([*QUICK, "engine=local", "rounds=1", f"output_dir={tmp_path / 'run'}"])
+    assert set(read_summary(tmp_path / "run")["versions"]) == {"python", "numpy"}
 
 
 def test_a_run_whose_clients_all_fail_ends_with_the_reason(tmp_path, fedssl_in_process):

@@ -287,6 +287,7 @@ def test_a_gpu_records_its_steps(chosen):
         training = LocalTrainer.build(settings.training, training_on)
         images = torch.randint(256, (24, 1, 8, 8), dtype=torch.uint8, generator=torch_generator(0, "pictures")).cuda()
         labels = torch.arange(24, device="cuda") % 10 if training_on.uses_labels else None
+        seed_torch(0, torch.device("cuda", 0))
         training_on.start_round(first=True)
         training.reset_optimizer(lr_factor=1.0)
         rows, generator = torch.arange(24), torch_generator(0, "gpu")

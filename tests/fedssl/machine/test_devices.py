@@ -144,13 +144,15 @@ def test_only_a_gpu_takes_from_pinned_memory():
     assert to_device(here, torch.device("cpu")) is here
 
 
-def test_each_device_has_its_own_generator(monkeypatch):
+def test_the_generators_of_the_device_and_of_the_cpu_are_seeded(monkeypatch):
     seeded = []
     for kind in ("cuda", "xpu", "mps"):
         monkeypatch.setattr(getattr(torch, kind), "manual_seed", lambda seed, kind=kind: seeded.append((kind, seed)))
-        before = torch.get_rng_state()
+        torch.default_generator.manual_seed(0)
         seed_torch(5, torch.device(kind))
-        assert torch.equal(torch.get_rng_state(), before)
+        assert torch.initial_seed() == 5
     assert seeded == [("cuda", 5), ("xpu", 5), ("mps", 5)]
+    torch.default_generator.manual_seed(0)
     seed_torch(5, torch.device("cpu"))
     assert torch.initial_seed() == 5
+    assert len(seeded) == 3

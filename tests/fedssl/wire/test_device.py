@@ -22,7 +22,7 @@ def app(folder, *dependencies, python=">=3.11"):
 def installed(monkeypatch):
     """Versions of packages that this test installs."""
     versions = {"torch": "2.11.0a0+nv24.8", "xxhash": "3.5.0"}
-    monkeypatch.setattr(device, "_installed_version", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(device, "installed_version", lambda name: versions.get(name, ""))
     return versions
 
 
