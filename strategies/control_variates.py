@@ -41,12 +41,14 @@ def zeros_like(layers: Layers, names: Collection[str]) -> Layers:
 
 
 def needs_fresh_clients(context: RunContext, *, strategy: str) -> Problem:
-    """Refuse late or unused updates and removed states, whose corrections the server and clients would count apart."""
-    settings = context.settings
-    extra = settings.aggregation.over_selection
+    """Refuse late or dropped updates and removed states, whose corrections the server and clients would count apart."""
+    settings, accepted = context.settings, context.settings.aggregation
+    extra, deadline = accepted.over_selection, accepted.round_deadline
     for given, setting, remedy in (
-        (settings.aggregation.buffered, "aggregation.buffered=true", "aggregation.buffered=false"),
+        (accepted.buffered, "aggregation.buffered=true", "aggregation.buffered=false"),
         (extra, f"aggregation.over_selection={extra}", "aggregation.over_selection=0"),
+        (deadline is not None, f"aggregation.round_deadline={deadline}", "aggregation.round_deadline=null"),
+        (accepted.max_norm_ratio is not None, "aggregation.max_norm_ratio", "aggregation.max_norm_ratio=null"),
         (settings.recording.max_state_bytes is not None, "client_state.max_bytes", "client_state.max_bytes=null"),
     ):
         if given:

@@ -6,8 +6,8 @@ far, each times the share of clients that took part. H is a step of the server t
 ``alpha``: with full participation the first round moves twice as far as federated averaging.
 
 g_k and H have arrays for trained weights; statistics are averaged. The server sends and receives models only. The
-proximal term covers weights that stay on the client, too. If the server drops an update after its client has saved g_k,
-H lacks that change.
+proximal term covers weights that stay on the client, too. If the server drops a damaged update after its
+client has saved g_k, H lacks that change.
 """
 
 from dataclasses import replace

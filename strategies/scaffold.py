@@ -6,8 +6,8 @@ the local steps, from the change of the weights (Eq. 4). With momentum, which th
 divided by ||a||_1 of FedNova instead of the number K of steps: then it is a weighted mean of the gradients.
 
 A client that does not take part keeps its c_i. All c_i and c are initially zero, so that round 1 is federated
-averaging. They travel as float32 with every ``wire_dtype``, and make up half of the exchanged bytes. If the server
-drops an update after its client has saved c_i, c lacks that change.
+averaging. They travel as float32 with every ``wire_dtype``, and make up half of the exchanged bytes. If a
+damaged update is dropped after its client has saved c_i, c lacks that change.
 """
 
 from collections.abc import Callable

@@ -132,6 +132,8 @@ def test_arrays_that_do_not_fit_are_refused(arrays, reason):
     [
         (["optimizer=adam"], "set optimizer=sgd"),
         (["aggregation.buffered=true"], "set aggregation.buffered=false"),
+        (["aggregation.round_deadline=60"], "round_deadline=60.* prevents; set aggregation.round_deadline=null"),
+        (["aggregation.max_norm_ratio=3"], "max_norm_ratio prevents; set aggregation.max_norm_ratio=null"),
         (["aggregation.over_selection=1", "clients_per_round=2"], "over_selection=1 prevents; set .*over_selection=0"),
         (["client_state.max_bytes=1000"], "set client_state.max_bytes=null"),
         (["secure_aggregation=secagg_plus", "num_clients=20"], "needs a strategy that adds up the clients"),
