@@ -254,6 +254,7 @@ class ClientWorker:
         on_step_start: Callable[[], None] = lambda: None,
     ) -> ClientRound:
         """Complete the plan by the layers that the client holds, and join broadcast parts to its layers."""
+        self.method.client = client
         completed = plan
         for mod in self.mods:
             completed = mod.download(completed, self._cache(state_folder))

@@ -5,8 +5,9 @@ those of different clients are far apart. Projector distillation (PD) passes thi
 evaluated. Transcribed from a summary of the paper, unverified against it. The authors' code differs from the summary,
 and this implementation from both:
 
-- a client draws its dimensions in its first round, a ``share`` of all, and two clients may have some in common. In the
-  paper and in the code the server assigns disjoint sets, a share of 1 / K for K clients. The code turns the axes;
+- clients have disjoint sets of dimensions by their numbers, each a ``share`` of all: 1 / K for K clients in the paper
+  and in the code. With a larger share, and on devices without a partition, some have the same set. The code turns the
+  axes;
 - the scaled projection is normalized, as in the code, and in the summary it is not. The code divides the norm over the
   batch by its size, which is a smaller term than the mean of squares here and in the summary;
 - PD is the summary's, except that the projection, its target, has no gradient. The code has KL(softmax(z / 0.5),
@@ -22,8 +23,6 @@ from fedssl.losses import at_least_float32
 from fedssl.methods.align_uniform import AlignUniform, alignment_loss, uniformity_loss
 from fedssl.methods.heads import MLP
 from fedssl.views import Views
-
-SCALES = "scales"  # local buffer: the vector d_k of the client
 
 
 def dimension_scaled(z: Tensor, scales: Tensor) -> Tensor:
@@ -75,16 +74,15 @@ class SSD(AlignUniform):
         super().__init__(encoder, projector=projector, uniformity_weight=uniformity_weight, t=t)
         self.separation_weight, self.distillation_weight = separation_weight, distillation_weight
         self.scale, self.share = scale, share
-        self.scales: Tensor
-        self.register_buffer(SCALES, torch.ones(encoder.feature_dim))
-        self.keep_local(SCALES)
+        self.scales: Tensor  # d_k
+        self.register_buffer("scales", torch.ones(encoder.feature_dim), persistent=False)
 
     def start_round(self, *, first: bool) -> None:
         super().start_round(first=first)
-        if first:  # from the CPU's generator, which the client's seed has set on every device
-            chosen = torch.randperm(len(self.scales))[: max(1, round(self.share * len(self.scales)))]
-            self.scales.fill_(1.0)
-            self.scales[chosen.to(self.scales.device)] = self.scale
+        size = max(1, round(self.share * len(self.scales)))
+        begin = self.client % max(1, len(self.scales) // size) * size
+        self.scales.fill_(1.0)  # in place: CUDA graphs use this memory
+        self.scales[begin : begin + size] = self.scale
 
     def loss(self, views: Views) -> Tensor:
         h = [self.encoder(view) for view in views.images]

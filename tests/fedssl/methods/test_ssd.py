@@ -1,4 +1,4 @@
-"""SSD: both terms by hand and by slow transcriptions, and every client's own dimensions."""
+"""SSD: both terms by hand and by slow transcriptions, and disjoint dimensions of clients."""
 
 import math
 
@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.methods.ssd import SCALES, dimension_scaled, projector_distillation
+from fedssl.config.load import compose
+from fedssl.methods.base import build_method
+from fedssl.methods.ssd import SSD, dimension_scaled, projector_distillation
 from tests.federation import Federation
-from tests.states import load_tensors
 
 
 def test_both_terms_by_hand():
@@ -38,21 +39,36 @@ def test_slow_transcriptions():
     assert projector_distillation(torch.tensor(h), torch.tensor(z)).item() == pytest.approx(np.mean(distance))
 
 
-def scales(folder, client, *, before):
-    return load_tensors(folder / "clients" / "0000" / str(client), before=before)[SCALES].numpy()
+@pytest.mark.parametrize(
+    ("share", "expected"),  # first of the two own dimensions out of 8, or of the three out of 8
+    [(0.25, [0, 2, 4, 6, 0]), (0.34, [0, 3, 0, 3, 0])],
+)
+def test_dimensions_of_clients_are_disjoint_as_far_as_they_suffice(share, expected):
+    overrides = ["method=ssd", "encoder.width=2", "method.hidden_dim=8", f"method.share={share}"]
+    method = build_method(compose(overrides).model)
+    size = round(8 * share)
+    assert method.encoder.feature_dim == 8
+    for client, begin in enumerate(expected):
+        method.client = client
+        method.start_round(first=False)
+        own = [10.0 if begin <= dimension < begin + size else 1.0 for dimension in range(8)]
+        assert method.scales.tolist() == own
 
 
-def test_clients_keep_their_own_dimensions(tmp_path):
-    federation = Federation(tmp_path, "method=ssd", "strategy=fedavg", "method.hidden_dim=8")
-    federation.run(1)
-    first = [scales(tmp_path, client, before=2) for client in range(3)]
-    federation.run(1)
-    for client, array in enumerate(first):
-        np.testing.assert_array_equal(scales(tmp_path, client, before=3), array)
-        assert sorted(set(array.tolist())) == [1, 10]
-        assert (array == 10).sum() == max(1, round(0.1 * len(array)))
-    assert len({tuple(array) for array in first}) > 1
-    assert SCALES not in federation.updates[0]["arrays"]
+def test_a_client_trains_with_its_own_dimensions_and_exchanges_none(tmp_path):
+    federation = Federation(tmp_path, "method=ssd", "strategy=fedavg", "method.hidden_dim=8", "method.share=0.25")
+    begins = []
+    loss = SSD.loss
+
+    def record(method, views):
+        begins.append(method.scales.argmax().item() // round(len(method.scales) / 4))
+        return loss(method, views)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SSD, "loss", record)
+        federation.run(2)
+    assert set(begins) == {0, 1, 2}
+    assert not any("scales" in name for name in federation.updates[0]["arrays"])
 
 
 def test_without_its_terms_it_is_alignment_and_uniformity(tmp_path):
