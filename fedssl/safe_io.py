@@ -53,7 +53,10 @@ def valid_text(name: str) -> str:
 
 def sanitize(text: object, *, lines: bool = False) -> str:
     """Replace control characters, which a terminal would execute, by spaces; ``lines`` keeps line breaks."""
-    return "".join(char if char.isprintable() or (lines and char == "\n") else " " for char in str(text))
+    text = str(text)
+    if text.isprintable():  # at once, since tables have millions of cells
+        return text
+    return "".join(char if char.isprintable() or (lines and char == "\n") else " " for char in text)
 
 
 def sanitize_line(text: str | None, *, max_chars: int = 300) -> str:

@@ -47,6 +47,12 @@ def test_classes_without_images_have_probability_zero() -> None:
     assert (probabilities.argmax(1) == np.array([0, 1, 3])[labels]).mean() > 0.8
 
 
+def test_many_classes_in_many_dimensions_are_learned() -> None:
+    signs = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), size=(1000, 256))  # small gradients
+    (model,) = fit_path(signs, np.arange(1000), classes=list(map(str, range(1000))), penalties=[1e-3])
+    assert (model.logits(signs).argmax(1) == np.arange(1000)).mean() > 0.99
+
+
 def test_noisy_labels_need_the_strongest_penalty_and_clear_ones_a_weak_one() -> None:
     x, labels = blobs([100, 100], dim=2, distance=2)
     groups = np.arange(200)
