@@ -15,7 +15,7 @@ from statistics import mean
 import numpy as np
 import torch
 
-from fedssl.classify.classifier import Classifier, fit
+from fedssl.classify.classifier import Classifier, best_penalty, fit
 from fedssl.classify.label_next import next_to_label
 from fedssl.config.load import compose
 from fedssl.datasets.base import load_split
@@ -30,7 +30,8 @@ DRAWS, FIRST = 3, 50
 
 def fitted(x: np.ndarray, labels: np.ndarray, rows: np.ndarray) -> Classifier:
     names = [str(name) for name in range(labels.max() + 1)]
-    return fit(x[rows], labels[rows], classes=names, groups=np.arange(len(rows)), seed=0)
+    l2 = best_penalty(x[rows], labels[rows], classes=names, groups=np.arange(len(rows)), seed=0)
+    return fit(x[rows], labels[rows], classes=names, l2=l2)
 
 
 def choose(x: np.ndarray, known: np.ndarray, count: int, kind: str, model: Classifier | None, seed: int) -> np.ndarray:

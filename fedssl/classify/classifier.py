@@ -18,8 +18,8 @@ DEFAULT_PENALTY = 1e-3  # if there are too few images to choose
 FOLDS, INNER_FOLDS = 5, 3
 MANY_CLASSES = 100  # above, the cost grows with the square of their number
 _MAX_ITERATIONS = 500
-# Gradient at which a fit ends: scikit-learn's, but at most a share of the first one. That is the mean feature of a class
-# times its share of the images; for 1,000 classes it is so small that scikit-learn would not take a step.
+# Gradient at which a fit ends: scikit-learn's, but at most a share of the first one. That is the mean feature of a
+# class times its share of the images; for 1,000 classes it is so small that scikit-learn would not take a step.
 _TOLERANCE, _OF_FIRST_GRADIENT = 1e-4, 0.03
 
 Fold = tuple[np.ndarray, np.ndarray]  # rows for training and rows to predict
@@ -71,11 +71,8 @@ def fit_path(
         yield Classifier(tuple(classes), center, weight, bias)
 
 
-def fit(
-    features: np.ndarray, labels: np.ndarray, *, classes: Sequence[str], groups: np.ndarray, seed: int
-) -> Classifier:
-    """Fit a classifier with the penalty that has the lowest log loss in a cross-validation."""
-    l2 = best_penalty(features, labels, classes=classes, groups=groups, seed=seed)
+def fit(features: np.ndarray, labels: np.ndarray, *, classes: Sequence[str], l2: float) -> Classifier:
+    """Fit a classifier with one penalty, see `fit_path`."""
     return next(fit_path(features, labels, classes=classes, penalties=[l2]))
 
 

@@ -1,8 +1,9 @@
 """Nested cross-validation of a classifier: accuracy with an interval, recalls, confusion and calibration.
 
 The penalty is chosen within the training images of each fold, so that the accuracy is not too good. The temperature of
-Guo et al. (2017) is learned on the logits of the images while these were held out. It is used if it lowers the log loss
-in a further cross-validation over the same folds, else it is 1: with few labels it often makes probabilities worse.
+Guo et al. (2017) is learned on logits of held-out images, by classifiers with the penalty of the final one: those of
+another penalty are more or less certain. It is used if it lowers the log loss in a further cross-validation over the
+same folds, else it is 1: with few labels it often makes probabilities worse.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from scipy.optimize import minimize_scalar
 from scipy.special import softmax
 from scipy.stats import norm, t
 
-from fedssl.classify.classifier import Classifier, fit, folds, log_loss
+from fedssl.classify.classifier import Classifier, best_penalty, fit, folds, log_loss
 from fedssl.seeding import numpy_generator
 
 LEVEL = 0.95
@@ -36,7 +37,7 @@ class Validation:
     most_frequent: float  # accuracy of predicting the most frequent class
     recalls: np.ndarray  # per class; NaN for those without a predicted image
     counts: np.ndarray  # predicted images per class
-    error: float  # expected calibration error without a temperature
+    error: float  # expected calibration error, of classifiers with the final penalty, without a temperature
     calibrated_error: float  # with a temperature learned on the other folds, if it is useful on these
     unavoidable_error: float  # mean of a calibrated classifier with these probabilities and as many images
 
@@ -51,28 +52,39 @@ def train(
     features: np.ndarray, labels: np.ndarray, *, classes: Sequence[str], groups: np.ndarray, seed: int
 ) -> tuple[Classifier, Validation | None]:
     """Train a calibrated classifier on all images; None if a cross-validation is impossible."""
-    model = fit(features, labels, classes=classes, groups=groups, seed=seed)
+    penalty = best_penalty(features, labels, classes=classes, groups=groups, seed=seed)
+    model = fit(features, labels, classes=classes, l2=penalty)
     parts = folds(labels, groups, seed=seed)
     if not parts:
         return model, None
     logits = np.full((len(labels), len(classes)), np.nan)
-    fold_of = np.full(len(labels), -1)
+    predictions, fold_of = np.full((2, len(labels)), -1)
     for number, (rows, test) in enumerate(parts):
-        part = fit(features[rows], labels[rows], classes=classes, groups=groups[rows], seed=seed)
-        logits[test], fold_of[test] = part.logits(features[test]), number
+        x, of_rows = features[rows], labels[rows]
+        chosen = best_penalty(x, of_rows, classes=classes, groups=groups[rows], seed=seed)
+        alike = fit(x, of_rows, classes=classes, l2=penalty)
+        nested = alike if chosen == penalty else fit(x, of_rows, classes=classes, l2=chosen)
+        predictions[test] = nested.logits(features[test]).argmax(axis=1)
+        logits[test], fold_of[test] = alike.logits(features[test]), number
     held_out = np.flatnonzero(fold_of >= 0)
     logits, labels, fold_of = logits[held_out], labels[held_out], fold_of[held_out]
     temperature, of_folds = useful_temperatures(logits, labels, fold_of)
     divisors = np.array([of_folds[fold] for fold in fold_of.tolist()])
-    validation = _validate(logits, labels, groups[held_out], divisors, rows=held_out)
+    validation = _validate(logits, labels, groups[held_out], predictions[held_out], divisors, rows=held_out)
     return replace(model, temperature=temperature), validation
 
 
 def _validate(
-    logits: np.ndarray, labels: np.ndarray, groups: np.ndarray, temperatures: np.ndarray, *, rows: np.ndarray
+    logits: np.ndarray,
+    labels: np.ndarray,
+    groups: np.ndarray,
+    predictions: np.ndarray,
+    temperatures: np.ndarray,
+    *,
+    rows: np.ndarray,
 ) -> Validation:
-    predictions, probabilities = logits.argmax(axis=1), softmax(logits / temperatures[:, None], axis=1)
-    right, confidences = predictions == labels, probabilities.max(axis=1)
+    right, is_best = predictions == labels, logits.argmax(axis=1) == labels
+    confidences = softmax(logits / temperatures[:, None], axis=1).max(axis=1)
     counts = np.bincount(labels, minlength=logits.shape[1])
     with np.errstate(invalid="ignore"):
         recalls = np.bincount(labels, weights=right, minlength=logits.shape[1]) / counts
@@ -86,8 +98,8 @@ def _validate(
         most_frequent=float(counts.max() / len(labels)),
         recalls=recalls,
         counts=counts,
-        error=calibration_error(softmax(logits, axis=1).max(axis=1), right),
-        calibrated_error=calibration_error(confidences, right),
+        error=calibration_error(softmax(logits, axis=1).max(axis=1), is_best),
+        calibrated_error=calibration_error(confidences, is_best),
         unavoidable_error=float(np.mean([calibration_error(confidences, draw) for draw in draws])),
     )
 

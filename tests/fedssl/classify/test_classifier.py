@@ -63,7 +63,10 @@ def test_noisy_labels_need_the_strongest_penalty_and_clear_ones_a_weak_one() -> 
 
 def test_a_shift_and_scale_of_features_change_nothing() -> None:
     x, labels = blobs([8, 8, 8])
-    models = [fit(each, labels, classes=list("abc"), groups=np.arange(24), seed=0) for each in (x, 100 * x + 7)]
+    classes, groups, shifted = list("abc"), np.arange(24), 100 * x + 7
+    penalties = [best_penalty(each, labels, classes=classes, groups=groups, seed=0) for each in (x, shifted)]
+    assert penalties[0] == penalties[1]
+    models = [fit(each, labels, classes=classes, l2=penalties[0]) for each in (x, shifted)]
     np.testing.assert_allclose(models[0].probabilities(x), models[1].probabilities(100 * x + 7), atol=1e-3)
 
 

@@ -5,6 +5,7 @@ import pytest
 from scipy.special import log_softmax
 from scipy.stats import binomtest
 
+from fedssl.classify.classifier import log_loss
 from fedssl.classify.validation import calibration_error, fit_temperature, train, useful_temperatures, wilson_interval
 from tests.cases import some
 from tests.fedssl.classify.test_classifier import blobs
@@ -115,6 +116,16 @@ def test_a_temperature_is_used_only_if_it_lowers_the_held_out_loss() -> None:
     opposite = np.where((fold_of == 1)[:, None], 3, 1 / 3) * logits
     rows = fold_of > 0
     assert useful_temperatures(opposite[rows], labels[rows], fold_of[rows]) == (1, {1: 1, 2: 1})
+
+
+def test_a_temperature_of_few_labels_does_not_harm_new_images() -> None:
+    increases = []
+    for seed in range(12):
+        (x, labels), (new, new_labels) = (blobs([n] * 8, dim=16, seed=100 * n + seed) for n in (2, 50))
+        model, _ = train(x, labels, classes=list("abcdefgh"), groups=np.arange(16), seed=seed)
+        logits = model.logits(new)
+        increases.append((log_loss(logits / model.temperature, new_labels) - log_loss(logits, new_labels)) / 400)
+    assert np.mean(increases) < 0.01  # 0.15 by the logits of classifiers that each choose a penalty
 
 
 def test_temperature_of_perfect_predictions_is_no_certainty() -> None:
