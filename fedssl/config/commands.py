@@ -1,6 +1,7 @@
 """Commands with options such as ``run=DIR``: their options, output files and encoder."""
 
 import math
+import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -87,11 +88,13 @@ def bands_of(text: str, channels: int) -> tuple[int, ...]:
 
 
 def check_output(key: str, file: Path, *endings: str) -> None:
-    """Raise an `InputError` unless a file has one of the endings and is in a folder that exists."""
+    """Raise an `InputError` unless a file has one of the endings and is in a folder that can be written."""
     if file.suffix.lower() not in endings:
         raise InputError(f"{key}={file} does not end in {', '.join(endings)}; choose a name that does")
     if not file.absolute().parent.is_dir():
         raise InputError(f"{key}={file} is in a folder that does not exist; create {file.parent} first")
+    if not os.access(file.absolute().parent, os.W_OK):
+        raise InputError(f"{key}={file} is in a folder that you may not write; choose another one")
 
 
 def check_new(key: str, file: Path) -> None:

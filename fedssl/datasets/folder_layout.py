@@ -86,7 +86,7 @@ def _inner_splits(listing: Listing) -> tuple[str, ...]:
         kinds.setdefault(parent, set()).add(split_of(name))
     inside = [parent for parent, found in kinds.items() if parent and "train" in found and found & {*HELD_OUT}]
     line = f"{listing.root}: the folders of splits in {shortened(inside)} are not used as splits, and test images are "
-    line += "trained on; set dataset.path to one of these folders, or dataset.split_folders=false if this is meant"
+    line += "trained on; give one of these folders, or dataset.split_folders=false if this is meant"
     return (line,) if inside else ()
 
 

@@ -116,9 +116,9 @@ class ImageIndex(ABC):
     def sample(self, readable: np.ndarray) -> Iterable[Encoded]:
         """Return some of the images, given the indices of those that can be read."""
 
-    @abstractmethod
     def image_name(self, index: int) -> str:
-        """Return the name of an image for a message."""
+        """Return the name of an image."""
+        return self.places(np.array([index]))[0].name
 
     @abstractmethod
     def places(self, rows: np.ndarray) -> list[Place]:
@@ -161,10 +161,6 @@ class RecordSequence(Sequence[bytes], ABC):
         """Return the images at ``rows``."""
 
     @abstractmethod
-    def name_of(self, index: int) -> str:
-        """Return the place of an image."""
-
-    @abstractmethod
     def read(self, index: int) -> bytes:
         """Read an encoded image."""
 
@@ -191,9 +187,6 @@ class FileRecords(RecordSequence):
 
     def at(self, rows: np.ndarray) -> "FileRecords":
         return FileRecords(self._files, self._file_numbers[rows], self._offsets[rows], self._lengths[rows])
-
-    def name_of(self, index: int) -> str:
-        return f"byte {self._offsets[index]} of {self._files[self._file_numbers[index]]}"
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -230,9 +223,6 @@ class SequenceIndex(ImageIndex):
 
     def sample(self, readable: np.ndarray) -> Iterable[Encoded]:
         return self.images[:: math.ceil(self.count / SAMPLE)]
-
-    def image_name(self, index: int) -> str:
-        return self.images.name_of(index) if isinstance(self.images, RecordSequence) else str(self.images[index])
 
     def places(self, rows: np.ndarray) -> list[Place]:
         sources = (self.images[row] for row in rows)

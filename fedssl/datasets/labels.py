@@ -86,7 +86,7 @@ def _join(columns: Sequence[LabelColumn], column: str) -> tuple[list[np.ndarray]
         raise InputError(
             f"dataset.label={column} has class names in {named.source} but numbers without names in "
             f"{numbered[0].source}, so that classes cannot be matched; write both files with names, select files that "
-            f"belong together with dataset.path=PATTERN, or give {_OFF}"
+            f"belong together with a pattern, or give {_OFF}"
         )
     every = {name for part in used for name in part.names or ()}
     lists = [part.names for part in used if part.names and every.issubset(part.names)]
@@ -102,7 +102,7 @@ def _renumbered(part: LabelColumn, classes: Sequence[str]) -> np.ndarray:
     if len(number) < len(classes):
         twice = next(name for name in classes if classes.count(name) > 1)
         raise InputError(
-            f"{part.source} has other class names than the other files of dataset.path, where two classes are named "
+            f"{part.source} has other class names than the other files, where two classes are named "
             f"{twice!r}, so that classes cannot be matched; give them different names, or {_OFF}"
         )
     of_value = np.array([*(number[name] for name in names), NO_LABEL], dtype=np.int64)

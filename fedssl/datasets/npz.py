@@ -94,9 +94,6 @@ class _Images(RecordSequence):
     def at(self, rows: np.ndarray) -> "_Images":
         return _Images(self.file, self.name, self.rows[rows], self.channels)
 
-    def name_of(self, index: int) -> str:
-        return f"{self.file}: {self.name}[{self.rows[index]}]"
-
     @cached_property
     def _array(self) -> np.ndarray:
         with _opened(self.file) as archive:
@@ -125,9 +122,7 @@ def _opened(file: Path) -> Iterator[NpzFile]:
         if isinstance(error, InputError):
             raise
         reason = sanitize((error.strerror if isinstance(error, OSError) else None) or error)[:200]
-        raise InputError(
-            f"dataset.path: {file} cannot be read as NPZ ({reason}); check the path, or download it again"
-        ) from error
+        raise InputError(f"{file} cannot be read as NPZ ({reason}); check the path, or download it again") from error
 
 
 def _array_names(archive: NpzFile, parts: Sequence[str], *, file: Path, required: bool = True) -> list[str]:

@@ -144,6 +144,8 @@ def open_pages(
     with BytesIO(source) if isinstance(source, bytes) else open_regular_file(source) as stream:
         head = stream.read(HEAD_BYTES)
         num_bytes = stream.seek(0, SEEK_END)
+        if not num_bytes:
+            raise ValueError("the file is empty")
         stream.seek(0)
         module = module_of(head)
         if module == "tiff":

@@ -129,6 +129,7 @@ def _index_files(source: Source, query: Query) -> SequenceIndex:
     elif query.group is not None:
         raise InputError(
             f"dataset.group={query.group} is a column, but {source.path} holds image files; set dataset.group=folder "
-            f"if the images of a folder are a group, or dataset.path to a CSV file with columns path and {query.group}"
+            f"if the images of a folder are a group, or {source.setting} to a CSV file with columns path and "
+            f"{query.group}"
         )
     return with_pages(index, index.files, query.pages)

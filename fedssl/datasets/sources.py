@@ -48,6 +48,7 @@ class Source:
     path: str  # as the user gave it
     kind: str
     listing: Listing
+    setting: str = "dataset.path"  # name of the path in messages
 
     @property
     def files(self) -> dict[Path, str]:
@@ -65,7 +66,7 @@ class Source:
             lines.append(
                 f"only the {len(self.listing.paths):,} image files are read, and {count:,} file{'s'[: count != 1]} "
                 f"ending in {' '.join(others)} {'is' if count == 1 else 'are'} ignored; to read these, set "
-                f"'dataset.path={self.listing.root}/**/*{others[0]}'"
+                f"'{self.setting}={self.listing.root}/**/*{others[0]}'"
             )
         return tuple(f"{self.path}: {line}" for line in lines)
 
@@ -75,14 +76,17 @@ class Source:
         log_once(logging.INFO, sanitize(f"{self.path}: {found}{'; ignored ' if ignored else ''}{ignored}"))
 
 
-def find(path: str, *, containers_first: bool = False) -> Source:
-    """Return the files of ``path``; `InputError` if there are none. ``containers_first`` reads images last."""
+def find(path: str, *, containers_first: bool = False, setting: str = "dataset.path") -> Source:
+    """Return the files of ``path``, the value of ``setting``; `InputError` if there are none.
+
+    ``containers_first`` reads images last.
+    """
     root = user_path(path)
     endings = {*SUFFIXES, *_CONTAINERS}
     listing = (
         list_files(root, endings)
         if is_folder(root) and not is_zarr(root)
-        else _matching(root, endings | _MANIFESTS.keys())
+        else _matching(root, endings | _MANIFESTS.keys(), setting)
     )
     of_kind: dict[str, list[str]] = {}
     for name in listing.paths:
@@ -90,14 +94,14 @@ def find(path: str, *, containers_first: bool = False) -> Source:
     kinds = (TABLES, ARRAYS, IMAGES) if containers_first else (IMAGES, TABLES, ARRAYS)
     kind = next((kind for kind in kinds if kind in of_kind), None)
     if kind is None and not listing.repeated:
-        raise _no_images(path, listing)
-    return Source(path, kind or IMAGES, listing.only(of_kind.get(kind or IMAGES, [])))
+        raise _no_images(path, listing, setting)
+    return Source(path, kind or IMAGES, listing.only(of_kind.get(kind or IMAGES, [])), setting)
 
 
-def _no_images(path: str, listing: Listing) -> NoImagesError:
+def _no_images(path: str, listing: Listing, setting: str) -> NoImagesError:
     if not is_folder(user_path(path)) and not listing.ignored:
         return NoImagesError(
-            f"dataset.path: {path} is not a folder, a file or a pattern with matches; give what holds your images", ()
+            f"{setting}: {path} is not a folder, a file or a pattern with matches; give what holds your images", ()
         )
     remedies = [remedy for _, remedy in missing_packages(listing.ignored)]
     if any(ending in _ARCHIVES for ending in listing.ignored):
@@ -108,7 +112,7 @@ def _no_images(path: str, listing: Listing) -> NoImagesError:
     return NoImagesError("; ".join([message, *remedies]), remedies)
 
 
-def _matching(pattern: Path, endings: Collection[str]) -> Listing:
+def _matching(pattern: Path, endings: Collection[str], setting: str) -> Listing:
     """Return a file, or those that match a pattern, hidden ones only if it is hidden; the root is its fixed part."""
     listing = Listing(str(pattern.parent))
     if braces := re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", pattern.name):
@@ -117,7 +121,7 @@ def _matching(pattern: Path, endings: Collection[str]) -> Listing:
         missing = [name for name in names if not is_file(pattern.parent / name)]
         if missing:
             raise InputError(
-                f"dataset.path={pattern} names {len(names)} files, of which {len(missing)} do not exist, such as "
+                f"{setting}={pattern} names {len(names)} files, of which {len(missing)} do not exist, such as "
                 f"{shortened(missing)}; correct the numbers"
             )
         listing.paths = names

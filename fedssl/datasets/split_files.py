@@ -38,14 +38,14 @@ def files_of_split(source: Source, split: str) -> list[Path]:
             remedy = "hold out a share with dataset.test_fraction=0.2, or set dataset.splits.test=null for no test"
         raise InputError(
             sanitize(
-                f"dataset.path={source.path} has no split {split!r}, only {_sorted_names(names.values())}; {remedy}"
+                f"{source.setting}={source.path} has no split {split!r}, only {_sorted_names(names.values())}; {remedy}"
             )
         )
     again = Counter(file.name for file in files if _SHARD.match(file.name))
     folders = sorted({str(file.parent) for file in files if again[file.name] > 1})
     if folders:
         line = f"{source.path}: files of the same names in {shortened(folders)} are read as one data set; if these are "
-        log_once(logging.WARNING, sanitize(f"{line}several, set dataset.path={folders[0]}"))
+        log_once(logging.WARNING, sanitize(f"{line}several, set {source.setting}={folders[0]}"))
     unnamed = {file: name for file, name in names.items() if kinds[file] is None and file not in files}
     if unnamed and split_of_word(split) == "train":
         log_once(

@@ -59,7 +59,7 @@ def index_tables(source: Source, query: Query) -> ImageIndex | None:
     kinds = ", ".join(sorted({file.suffix.lower() for file in files}))
     source.log(f"{count:,} rows in {len(files):,} {kinds} file{'s'[: len(files) != 1]}")
     if not count:
-        raise InputError(f"{source.path} has no row with an image; check dataset.path")
+        raise InputError(f"{source.path} has no row with an image; check {source.setting}")
     kind, fraction = split_of_word(query.split), query.test_fraction
     if query.split_folders is False:
         return index_rows(files, query, data_set=files, shared=fraction > 0)
@@ -131,8 +131,6 @@ def index_rows(
             tables=files,
             column=image,
             rows=np.arange(count),
-            names_files=bool(named),
-            row_name=f"of the split {query.split!r} in {files[0].parent}",
             **known,
         )
     return index if chosen is None else index.at(np.flatnonzero(chosen))
@@ -207,8 +205,6 @@ class TableIndex(ImageIndex):
     tables: Sequence[Path]
     column: str
     rows: np.ndarray  # ascending, of all tables one after another
-    row_name: str  # of any row, after its number
-    names_files: bool  # whether the column names files
 
     def at(self, rows: np.ndarray) -> "TableIndex":
         chosen = self.rows[rows]
@@ -221,13 +217,6 @@ class TableIndex(ImageIndex):
 
     def sample(self, readable: np.ndarray) -> Iterable[Encoded]:
         return chain.from_iterable(_encoded(self.tables, self.column, self.rows[readable]))
-
-    def image_name(self, index: int) -> str:
-        place = f"row {self.rows[index]} {self.row_name}"
-        if not self.names_files:
-            return place
-        source = next(chain.from_iterable(self.batches(index)))
-        return f"{place}, {source}" if isinstance(source, Path) else place
 
     def places(self, rows: np.ndarray) -> list[Place]:
         return _places(self.tables, self.rows[rows])

@@ -217,7 +217,7 @@ def check_image_column(file: Path, column: str, *, others_have_it: bool = False)
     if column in schema.names and _is_image(schema.field(column).type):
         return
     others = [name for name in schema.names if _is_image(schema.field(name).type, text=False)]
-    remedy = "set dataset.path to files of this data set only"
+    remedy = "give files of this data set only"
     remedy += "" if others_have_it else ", or dataset.image to its column"
     if others and not others_have_it:
         remedy = f"set dataset.image={others[0]}" + "".join(f", or dataset.image={name}" for name in others[1:])
@@ -346,4 +346,4 @@ def _reading(file: Path) -> Iterator[None]:
         with suppress(OSError), open_regular_file(file) as stream:
             if stream.read(len(_LFS)) == _LFS:
                 reason = "it is a pointer of Git LFS: fetch the file with git lfs pull"
-        raise InputError(f"{file} cannot be read ({reason}); check dataset.path") from error
+        raise InputError(f"{file} cannot be read ({reason}); check the path") from error

@@ -116,8 +116,8 @@ def check_readable(images: ImageList, unreadable: Mapping[int, str], *, skip: bo
     if not unreadable:
         return
     first = sorted(unreadable)[:_MAX_NAMED]
-    places = images.places(np.array(first))
-    listed = [f"{place.name} ({_of_encoder(unreadable[row])})" for place, row in zip(places, first, strict=True)]
+    names = images.names(np.array(first))
+    listed = [f"{name} ({_of_encoder(unreadable[row])})" for name, row in zip(names, first, strict=True)]
     more = f" and {len(unreadable) - len(first):,} more" if len(unreadable) > len(first) else ""
     line = f"{len(unreadable):,} of {len(images):,} images cannot be read: {', '.join(listed)}{more}"
     if len(unreadable) == len(images):

@@ -26,7 +26,7 @@ from fedssl.datasets.tables import schema_of
 from fedssl.digests import checksum, new_identity
 from fedssl.errors import InputError
 from fedssl.machine.process import available_cores
-from fedssl.safe_io import FilePath
+from fedssl.safe_io import FilePath, valid_text
 
 _AHEAD, _AHEAD_BYTES = 4, 2**26  # blocks, and bytes of decoded images, that wait for the encoder, but at least a block
 _SPLITS = ("train", *HELD_OUT)
@@ -101,6 +101,10 @@ class ImageList:
         found = chain.from_iterable(part.places(chosen) for part, chosen in self._split(rows))
         return [Place(self._below(file), part) for file, part in found]
 
+    def names(self, rows: np.ndarray) -> list[str]:
+        """Return the names of the images at ascending ``rows``, as text that UTF-8 can encode."""
+        return [valid_text(place.name) for place in self.places(rows)]
+
     def _below(self, file: FilePath) -> str:
         path = Path(file)
         return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else str(path)
@@ -147,7 +151,7 @@ class ImageList:
         blocks = list(replace(self, parts=parts).blocks(len(rows))) if parts else []
         for block in blocks:
             for row, reason in block.unreadable.items():
-                raise InputError(f"{self.places(rows[row : row + 1])[0].name} cannot be read any more ({reason})")
+                raise InputError(f"{self.names(rows[row : row + 1])[0]} cannot be read any more ({reason})")
         return np.concatenate([block.images for block in blocks]) if blocks else np.empty((0, *self.shape))
 
     def blocks(self, size: int, *, start: int = 0) -> Iterator[Block]:
@@ -221,19 +225,17 @@ def list_images(
     query = Query(
         **chosen, split="train", name="images", decoding=decoding, folders="none", split_folders=False, test_fraction=0
     )
-    try:
-        source = find(str(path))
-        if "label" not in settings and source.kind == TABLES and not _has_column(source, "label"):
-            query = replace(query, label=None)  # without a warning
-        parts, labels, classes = _indexed(source, query, folders)
-    except InputError as error:
-        raise InputError(str(error).replace("dataset.path", setting)) from error
+    source = find(str(path), setting=setting)
+    if "label" not in settings and source.kind == TABLES and not _has_column(source, "label"):
+        query = replace(query, label=None)  # without a warning
+    parts, labels, classes = _indexed(source, query, folders)
     root = user_path(path)
     found = ImageList(root if root.is_dir() else Path(source.listing.root), parts, labels, classes)
     if "label" in settings and settings["label"] is not None and found.labels is None:
         raise InputError(f"dataset.label={settings['label']} but no image of {path} has a label; correct the name")
     decoding = decoding.with_found_dtype(chain.from_iterable(part.sample(np.arange(part.count)) for part in parts))
-    return replace(found, parts=[replace(part, decoding=decoding) for part in parts])
+    warnings = source.warnings
+    return replace(found, parts=[replace(p, decoding=decoding, warnings=warnings + p.warnings) for p in parts])
 
 
 def _has_column(source: Source, name: str) -> bool:

@@ -12,7 +12,6 @@ from fedssl.embedding.image_list import Block, ImageList
 from fedssl.embedding.progress import progress_bar
 from fedssl.explore.columns import Column, coded, column_of
 from fedssl.explore.thumbnails import Sheets, thumbnail_size
-from fedssl.safe_io import valid_text
 from fedssl.seeding import numpy_generator
 
 if TYPE_CHECKING:  # it imports torch
@@ -43,7 +42,7 @@ class PathImages:
         return self.images.decode(rows, size=size)
 
     def names(self, rows: np.ndarray) -> list[str]:
-        return [valid_text(place.name) for place in self.images.places(rows)]
+        return self.images.names(rows)
 
     def columns(self, rows: np.ndarray, further: Sequence[str]) -> list[Column]:
         found = []

@@ -62,6 +62,12 @@ def test_flags_have_two_values():
         flag_of("skip", "1")
 
 
+def test_a_folder_without_write_access_is_no_place_for_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda folder, mode: folder != tmp_path)  # root may write everywhere
+    with pytest.raises(InputError, match=r"out=.*page.html is in a folder that you may not write"):
+        check_output("out", tmp_path / "page.html", ".html")
+
+
 def test_endings_of_files_are_those_of_any_case(tmp_path):
     check_output("out", tmp_path / "page.HTML", ".html", ".htm")
     with pytest.raises(InputError, match="does not end in .html, .htm"):

@@ -108,6 +108,7 @@ def test_unreadable_files_are_counted_named_and_left_out(tmp_path: Path, caplog:
     (record,) = caplog.records
     assert record.getMessage().startswith("7 of 20 images cannot be read, the rest is used: ")
     assert str(tmp_path / "class0" / "04.png") in record.getMessage()
+    assert "(the file is empty)" in record.getMessage()
     assert "and 2 more" in record.getMessage()
 
 

@@ -77,7 +77,7 @@ def test_columns_of_all_files_are_checked_before_decoding(tmp_path: Path, monkey
     write(tmp_path / "train-0.parquet", img=pa.array(PNGS))
     write(tmp_path / "train-1.parquet", image=pa.array(PNGS))
     monkeypatch.setattr("fedssl.datasets.table_index.encoded_images", lambda *_: pytest.fail("decoded"))
-    message = r"train-1\.parquet has no column 'img' .*; set dataset\.path to files of this data set only$"
+    message = r"train-1\.parquet has no column 'img' .*; give files of this data set only$"
     with pytest.raises(InputError, match=message):
         pixels(tmp_path)
 

@@ -105,3 +105,10 @@ def test_labels_can_be_of_another_column(tmp_path: Path, label: str | None) -> N
     (tmp_path / "1.png").write_bytes(png(1))
     (tmp_path / "list.csv").write_text("path,label,species\n1.png,x,wolf\n")
     assert listed(tmp_path / "list.csv", label=label).classes == (() if label is None else ("wolf",))
+
+
+def test_warnings_name_the_path_as_the_command_does(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "b.npz").touch()
+    (warning,) = list_images(tmp_path, channels=3, size=8, pixels={}, settings={}, setting="labeled").warnings
+    assert f"'labeled={tmp_path}/**/*.npz'" in warning
