@@ -82,6 +82,7 @@ def test_folds_predict_each_image_once_with_balanced_classes() -> None:
 def test_a_group_is_never_on_both_sides() -> None:
     generator = np.random.default_rng(0)
     labels, groups = generator.integers(0, 4, 200), generator.integers(0, 25, 200)
+    labels[0] = 4  # the only image of its class, which cannot be predicted while others of its group are
     parts = folds(labels, groups, seed=0)
     assert len(parts) == 5
     for train, test in parts:
