@@ -112,3 +112,12 @@ def test_warnings_name_the_path_as_the_command_does(tmp_path: Path) -> None:
     (tmp_path / "b.npz").touch()
     (warning,) = list_images(tmp_path, channels=3, size=8, pixels={}, settings={}, setting="labeled").warnings
     assert f"'labeled={tmp_path}/**/*.npz'" in warning
+
+
+@pytest.mark.parametrize(
+    "file", ["a.png", "b/c.png", ".d/e.png", "b/./c.png", "b//c.png", "b/../c.png", "/elsewhere.png"]
+)
+def test_names_are_the_paths_below_the_folder_of_the_images(tmp_path: Path, file: str) -> None:
+    expected = Path(file)
+    found = ImageList(tmp_path, [], None, ())._below(f"{tmp_path}/{file}" if file[0] != "/" else file)
+    assert found == expected.as_posix()
