@@ -1,6 +1,6 @@
 """Throughput and memory of ``fedssl-embed``, relative to the encoder alone in the same run.
 
-    python benchmarks/embed.py [--backend onnx] [--images 500] [--size 64] [--pixels 96]
+    python benchmarks/embed.py [--backend onnx] [--images 2000] [--size 64] [--pixels 96]
 
 The encoder is a ResNet-18 with random weights, the images are JPEG of noise. Decoding and inference share the cores, so
 that on a CPU the ratio is at most the encoder's share of the work. Run it on an idle machine.
@@ -43,7 +43,7 @@ def write_images(folder: Path, count: int, pixels: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default="torch")
-    for name, default in (("images", 500), ("size", 64), ("pixels", 96)):
+    for name, default in (("images", 2000), ("size", 64), ("pixels", 96)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
