@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import unicodedata
 from functools import lru_cache
 from pathlib import Path
 
@@ -28,6 +29,9 @@ def named_file(value: str, folder: Path) -> Path:
     path = folder / value.strip()
     if "\\" in value and not path.exists():
         path = folder / value.strip().replace("\\", os.sep)
+    if not value.isascii() and not path.exists():  # macOS writes the letters of names and their accents one by one
+        forms = (Path(unicodedata.normalize(form, str(path))) for form in ("NFC", "NFD"))
+        path = next((other for other in forms if other.exists()), path)
     if names_image(path.name) or is_file(path) or not is_folder(path.parent):
         return path
     return _by_stem(path.parent, path.parent.stat().st_mtime_ns).get(path.name) or path

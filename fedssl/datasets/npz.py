@@ -8,7 +8,8 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fedssl.datasets.image_index import Place, Query, RecordSequence, SequenceIn
 from fedssl.datasets.labels import joined, label_column
 from fedssl.datasets.npy import as_images, npy_bytes, read_header
 from fedssl.datasets.sources import Source
+from fedssl.datasets.split_files import split_in
 from fedssl.datasets.splits import HELD_OUT, matching, split_of, split_of_word
 from fedssl.errors import InputError, shortened
 from fedssl.machine.memory import available_memory, gigabytes
@@ -30,14 +32,12 @@ _SHARE = 2  # an array needs at most one part in two of the available memory
 _IMAGES, _LABELS = ("images", "image", "x"), ("label", "labels", "y")  # parts of the names of arrays
 
 
-def index_arrays(source: Source, query: Query) -> SequenceIndex | None:
-    """Return the images of a file; None if it has none of the split."""
-    files = list(source.files)
-    if len(files) > 1:
-        raise InputError(f"{source.path} holds {len(files)} NPZ files ({shortened(map(str, files))}); give one of them")
-    (file,) = files
+def index_file(source: Source, file: Path, query: Query, *, is_alone: bool = True) -> "ArrayIndex | None":
+    """Return the images of a file; None if it has none of the split. One of several files has those of one split."""
     with _opened(file) as archive:
         names = _array_names(archive, _IMAGES if query.image is None else (query.image,), file=file)
+        if not is_alone:
+            query = replace(query, split=_only_split(source, file, names), test_fraction=0.0)
         shared = query.test_fraction > 0 and not any(split_of(name) in HELD_OUT for name in names)
         split = "train" if shared and split_of_word(query.split) in HELD_OUT else query.split
         source.log(f"arrays {shortened(archive.files)}")
@@ -47,6 +47,10 @@ def index_arrays(source: Source, query: Query) -> SequenceIndex | None:
         shape, dtype = _header(archive, name)
         _check_pixels(shape, dtype, query.decoding.channels, f"{file}: {name}")
         labels, classes = _labels(archive, query, split, shape[0], file=file)
+        owners, owner_names = _numbered(archive, query.owner, split, shape[0], file=file)
+        groups, group_names = _numbered(archive, query.group, split, shape[0], file=file)
+    if query.owner is None and not is_alone and query.folders.startswith("owner"):
+        owners, owner_names = np.zeros(shape[0], np.int64), (file.stem,)
     missing = 0 if labels is None else int((labels == NO_LABEL).sum())
     warnings = (f"{file}: {missing:,} of the {shape[0]:,} {name} have no label",) if missing else ()
     if query.label is not None and labels is None:
@@ -58,53 +62,105 @@ def index_arrays(source: Source, query: Query) -> SequenceIndex | None:
         files=[file],
         num_in_files=shape[0],
         key={"reader": "npz", "image": name},
-        images=_Images(file, name, np.arange(shape[0]), query.decoding.channels),
+        images=ArrayImages(
+            [(file, name)], np.zeros(shape[0], np.int64), np.arange(shape[0]), channels=query.decoding.channels
+        ),
         labels=labels,
         classes=classes,
+        owners=owners,
+        owner_names=owner_names,
+        groups=groups,
+        group_names=group_names,
         warnings=warnings,
         shared=shared,
     )
 
 
-class ArrayIndex(SequenceIndex):
-    """Images of an array."""
+def _only_split(source: Source, file: Path, names: Sequence[str]) -> str:
+    """Return the split of the only array of images of one of several files; `InputError` if its name has another."""
+    of_name, of_file = split_of(names[0]), split_in(source.files[file])
+    if len(names) > 1 or (of_name or of_file) != of_file:
+        raise InputError(
+            f"{source.path} holds {len(source.files)} NPZ files, and {file.name} has {shortened(names)}; give "
+            "one of these files, or write one array of images to each, and its split into the name of the file"
+        )
+    return of_name or "train"
 
-    images: "_Images"
+
+def _numbered(
+    archive: NpzFile, column: str | None, split: str, number: int, *, file: Path
+) -> tuple[np.ndarray | None, tuple[str, ...]]:
+    """Return the number of the owner or group of each image of a split, and their names; None without a column."""
+    if column is None:
+        return None, ()
+    name = _of_split(split, _array_names(archive, (column,), file=file), file=file)
+    values = None if name is None else _load(archive, name, file=file)
+    if values is None or values.ndim == 0 or values.size != number or values.dtype.kind not in "iuUS":
+        raise InputError(f"{file}: {name or column} has no text or integer for each of the {number} images; correct it")
+    found, numbers = np.unique(values.reshape(-1), return_inverse=True)
+    return numbers, tuple(map(str, found.tolist()))
+
+
+class ArrayIndex(SequenceIndex):
+    """Images of arrays."""
+
+    images: "ArrayImages"
 
     def places(self, rows: np.ndarray) -> list[Place]:
-        return [Place(self.images.file, f"{self.images.name}, {self.images.rows[row]}") for row in rows]
+        return [Place(file, f"{name}, {row}") for file, name, row in map(self.images.place, rows)]
 
     def values(self, name: str) -> Sequence[Any]:
-        file, rows, split = self.images.file, self.images.rows, split_of(self.images.name)
+        columns: dict[tuple[Path, str], np.ndarray] = {}
+        values = []
+        for file, images, row in map(self.images.place, range(self.count)):
+            if (file, images) not in columns:
+                columns[file, images] = _column(file, name, images)
+            if row >= len(columns[file, images]):
+                raise InputError(f"{file} has no array {name!r} for each of {images}; name another one")
+            values.append(columns[file, images][row])
+        return values
+
+
+class ArrayImages(RecordSequence):
+    """Rows of arrays, as NPY files; an array is read when it is used.
+
+    ``arrays`` are files with the names of arrays in them; ``numbers`` and ``rows``, ``(n,)``, are the indices of each
+    image's array among these and of its row.
+    """
+
+    def __init__(
+        self, arrays: Sequence[tuple[Path, str]], numbers: np.ndarray, rows: np.ndarray, *, channels: int
+    ) -> None:
+        self.arrays, self._numbers, self._rows, self._channels = arrays, numbers, rows, channels
+        self._array = cache(self._read_array)
+
+    def at(self, rows: np.ndarray) -> "ArrayImages":
+        return ArrayImages(self.arrays, self._numbers[rows], self._rows[rows], channels=self._channels)
+
+    def place(self, index: int) -> tuple[Path, str, int]:
+        """Return the file, the name of the array and the row of an image."""
+        return *self.arrays[self._numbers[index]], int(self._rows[index])
+
+    def _read_array(self, number: int) -> np.ndarray:
+        file, name = self.arrays[number]
         with _opened(file) as archive:
-            names = _array_names(archive, (name,), file=file)
-            chosen = _of_split(split, names, file=file) if split else names[0]
-            values = None if chosen is None else _load(archive, chosen, file=file)
-        if values is None or len(values) <= rows.max():
-            raise InputError(f"{file} has no array {name!r} for each of {self.images.name}; name another one")
-        return list(values[rows])
-
-
-class _Images(RecordSequence):
-    """Rows of an array, as NPY files; the array is read when it is used."""
-
-    def __init__(self, file: Path, name: str, rows: np.ndarray, channels: int) -> None:
-        self.file, self.name, self.rows, self.channels = file, name, rows, channels
-
-    def at(self, rows: np.ndarray) -> "_Images":
-        return _Images(self.file, self.name, self.rows[rows], self.channels)
-
-    @cached_property
-    def _array(self) -> np.ndarray:
-        with _opened(self.file) as archive:
-            return _stack(_load(archive, self.name, file=self.file), self.channels)
+            return _stack(_load(archive, name, file=file), self._channels)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self._rows)
 
     def read(self, index: int) -> bytes:
         """Return a row as an NPY file."""
-        return npy_bytes(self._array[self.rows[index]])
+        return npy_bytes(self._array(int(self._numbers[index]))[self._rows[index]])
+
+
+def _column(file: Path, name: str, images: str) -> np.ndarray:
+    """Return an array of further values of the ``images`` of a file; empty if their split has none."""
+    split = split_of(images)
+    with _opened(file) as archive:
+        names = _array_names(archive, (name,), file=file)
+        chosen = _of_split(split, names, file=file) if split else names[0]
+        return np.empty(0) if chosen is None else _load(archive, chosen, file=file)
 
 
 @contextmanager
@@ -136,7 +192,7 @@ def _array_names(archive: NpzFile, parts: Sequence[str], *, file: Path, required
         found = sanitize(", ".join(archive.files[:20]))
         raise InputError(
             f"{file} has no array whose name contains {part!r} (it has {found}); set dataset.image and dataset.label "
-            "to a part of their names, e.g. dataset.image=x for x_train, or dataset.label=null"
+            "(owner, group) to a part of their names, e.g. dataset.image=x for x_train, or dataset.label=null"
         )
     return names
 

@@ -3,6 +3,7 @@
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 from PIL.ImageFile import ImageFile
+from PIL.PngImagePlugin import PngImageFile
 from PIL.PpmImagePlugin import PpmImageFile
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT, TiffImageFile
 
@@ -87,6 +88,7 @@ def raster_of(image: Image.Image) -> Raster:
 
 def _levels(image: Image.Image, settings: PixelSettings) -> np.ndarray:
     """Convert an image of 8 bits to 1 or 3 channels and a size, uint8 ``(channels, size, size)``."""
+    _scale_transparent(image)
     image = _upright(image)
     if _tag(image, SAMPLEFORMAT) == _SIGNED:
         raise InputError("signed 8-bit values, which Pillow reads as unsigned; add an offset and save them as unsigned")
@@ -101,6 +103,13 @@ def _levels(image: Image.Image, settings: PixelSettings) -> np.ndarray:
     # A third of the time of `numpy.asarray` with a transposition, which is half of that of decoding.
     content = b"".join([band.tobytes() for band in image.split()])
     return np.frombuffer(content, dtype=np.uint8).reshape(settings.channels, settings.size, settings.size)
+
+
+def _scale_transparent(image: Image.Image) -> None:
+    """Scale the transparent value of PNG with 2 or 4 bits, as Pillow scales the pixels; they are not loaded yet."""
+    scales = {"L;2": 85, "L;4": 17}
+    if isinstance(image, PngImageFile) and image.tile and isinstance(image.info.get("transparency"), int):
+        image.info["transparency"] *= scales.get(str(image.tile[0].args), 1)
 
 
 def _upright(image: Image.Image) -> Image.Image:
@@ -136,7 +145,7 @@ def _format_limits(image: Image.Image) -> tuple[float, float] | None:
 
 def _composite(image: Image.Image, background: int) -> Image.Image:
     """Put a transparent image on a gray level; an opaque one is unchanged."""
-    with_alpha = image.convert("RGBA")
+    with_alpha = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
     alpha = with_alpha.getchannel("A")
     if alpha.getextrema() == (255, 255):
         return image

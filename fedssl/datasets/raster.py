@@ -65,6 +65,7 @@ class Raster:
     white_is_zero: bool = False  # whether black and white are interchanged
     transparent: float | None = None  # value of transparent pixels
     has_alpha: bool = False  # whether the last channel is opacity, for 1 or 3 channels of the settings
+    is_premultiplied: bool = False  # whether the other channels are multiplied by opacity
     dtype: str | None = None  # the narrowest of `MAXIMA` that keeps the scaled values; None for that of the values
     # Returns two percentiles of the file that the image is a page of; None: `percentiles_of` its own values.
     file_percentiles: Callable[[tuple[float, float]], tuple[float, float]] | None = None
@@ -101,7 +102,9 @@ def raster_to_array(raster: Raster, settings: PixelSettings) -> np.ndarray:
         scaled = np.where(values == raster.transparent, background, scaled)
     channels = scaled[None] if scaled.ndim == 2 else scaled.transpose(2, 0, 1)
     if raster.has_alpha and settings.channels in (1, 3):
-        channels = background + (channels[:-1] - background) * channels[-1]
+        colors, opacity = channels[:-1], channels[-1]
+        is_ready = raster.is_premultiplied
+        channels = colors + background * (1 - opacity) if is_ready else background + (colors - background) * opacity
     fitted = [
         np.asarray(fit_image(Image.fromarray(np.ascontiguousarray(channel)), settings.size))
         for channel in _to_channels(channels, settings.channels)

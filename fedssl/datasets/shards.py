@@ -4,14 +4,20 @@
 its small texts (`_TEXTS`) become columns, as do the values of a ``json``. If a folder of the keys names a split, it is
 the column ``split``, and ``folder`` has the folders below it. Nothing is extracted or unpickled, and links
 and other special members are left out, so that the names of members have no effect on the file system.
+
+Shards of gzip are decompressed from their start, once for the index and once for the images, up to `_EXPANSION` times
+their size.
 """
 
+import gzip
 import json
 import logging
-import os
+import sys
 import tarfile
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +33,30 @@ ANY_IMAGE = "__image__"  # column of the images of all endings, if no sample has
 PLACE = pa.struct([("offset", pa.int64()), ("length", pa.int64())])  # of an image in the file
 _TEXTS = ("cls", "txt", "json", "id", "label")
 _MAX_TEXT, _MAX_ENDINGS = 2**20, 64
+SUFFIXES = (".tar", *(_GZIP := (".tar.gz", ".tgz")))
+_EXPANSION, _MIN_EXPANDED = 200, 2**26  # decompressed bytes per byte, and of small files
+_MAX_IMAGE = 2**29  # bytes of gzip
 
 
 def is_shard(file: Path) -> bool:
     """Return whether a file is a shard by its name."""
-    return file.suffix.lower() == ".tar"
+    return ending_of(file.name) in SUFFIXES
+
+
+def is_compressed(file: Path) -> bool:
+    """Return whether a shard is compressed by its name."""
+    return ending_of(file.name) in _GZIP
+
+
+def stored_images(file: Path, places: Sequence[tuple[int, int] | None]) -> Iterator[bytes]:
+    """Yield the images at offsets with lengths; no bytes for None. Ascending offsets are read in one pass."""
+    with _opened(file) as stream:
+        for place in places:
+            content = b""
+            if place is not None and place[1] <= _MAX_IMAGE:
+                stream.seek(place[0])
+                content = stream.read(place[1])
+            yield content
 
 
 def shard_table(file: Path) -> pa.Table:
@@ -41,12 +66,15 @@ def shard_table(file: Path) -> pa.Table:
 
 @lru_cache(maxsize=1024)
 def _table(file: Path, _modified: int) -> pa.Table:
+    if is_compressed(file):
+        log_once(logging.INFO, sanitize(f"{file} is decompressed from its start to find its images; gunzip it once"))
     try:
-        with tarfile.open(file, "r:") as archive:
-            members = [member for member in archive if member.isreg() and not member.issparse()]
-            _check_end(file, archive.offset)
-    except (tarfile.TarError, ValueError, OverflowError) as error:
-        raise pa.ArrowInvalid(f"it is no uncompressed tar file: {error}") from error
+        with _opened(file) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
+            members, texts = _members(archive, _max_bytes(file))
+            _check_end(file, stream, archive.offset)
+    except (tarfile.TarError, EOFError, zlib.error, ValueError, OverflowError) as error:
+        kind = "tar file of gzip" if is_compressed(file) else "uncompressed tar file"
+        raise pa.ArrowInvalid(f"it is no {kind}: {error}") from error
     named = {member.name.removeprefix("./"): member for member in members}  # the last of several with a name
     named = {name: member for name, member in named.items() if not any(map(is_hidden, {*_parts(name)} - {".", ".."}))}
     samples: dict[str, dict[str, tarfile.TarInfo]] = {}
@@ -54,7 +82,7 @@ def _table(file: Path, _modified: int) -> pa.Table:
         if ending in _TEXTS or _is_image(ending):
             samples.setdefault(key, {})[ending] = member
     rows, num_images = [], 0
-    for row, number in _rows(file, samples):
+    for row, number in _rows(samples, texts):
         rows.append(row)
         num_images = max(num_images, number)
     names = dict.fromkeys(name for row in rows for name in row)
@@ -63,17 +91,49 @@ def _table(file: Path, _modified: int) -> pa.Table:
     return pa.table({name: _column([row.get(name) for row in rows]) for name in names})
 
 
-def _check_end(file: Path, end: int) -> None:
+class _Gzip(gzip.GzipFile):
+    """A compressed file, of which parts of limited sizes are read: a header may declare any."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or not 0 <= size <= _MAX_IMAGE:
+            raise tarfile.ReadError(f"it has a part of {size} bytes")
+        return super().read(size)
+
+
+def _opened(file: Path) -> _Gzip | BufferedReader:
+    return _Gzip(file) if is_compressed(file) else file.open("rb")
+
+
+def _max_bytes(file: Path) -> int:
+    """Return the maximum of a shard's bytes, decompressed."""
+    return max(_EXPANSION * file.stat().st_size, _MIN_EXPANDED) if is_compressed(file) else sys.maxsize
+
+
+def _members(archive: tarfile.TarFile, max_bytes: int) -> tuple[list[tarfile.TarInfo], dict[int, bytes]]:
+    """Return the files of an archive, and the contents of texts by their offsets, in one pass."""
+    members, texts = list[tarfile.TarInfo](), dict[int, bytes]()
+    for member in archive:
+        if (end := member.offset_data + member.size) > max_bytes:
+            raise tarfile.ReadError(
+                f"its files have {end:,} bytes, more than {max_bytes:,}, so that it may be malicious; gunzip it"
+            )
+        if member.isreg() and not member.issparse():
+            members.append(member)
+            if ending_of(member.name)[1:] in _TEXTS and (content := archive.extractfile(member)):
+                texts[member.offset_data] = content.read(_MAX_TEXT)
+    return members, texts
+
+
+def _check_end(file: Path, stream: _Gzip | BufferedReader, end: int) -> None:
     """Raise a `tarfile.TarError` unless the rest of a file is empty: the library ignores what it cannot read."""
-    with file.open("rb") as stream:
-        stream.seek(end)
+    stream.seek(end)
+    content = stream.read(tarfile.RECORDSIZE)
+    if not content:
+        log_once(logging.WARNING, sanitize(f"{file} has no end: it may be cut, and images may be missing"))
+    while content:
+        if content.strip(b"\0") or stream.tell() > end + _max_bytes(file):
+            raise tarfile.ReadError(f"it is cut or damaged at byte {end:,}, or several files are joined")
         content = stream.read(tarfile.RECORDSIZE)
-        if not content:
-            log_once(logging.WARNING, sanitize(f"{file} has no end: it may be cut, and images may be missing"))
-        while content:
-            if content.strip(b"\0"):
-                raise tarfile.ReadError(f"it is cut or damaged at byte {end:,}, or several files are joined")
-            content = stream.read(tarfile.RECORDSIZE)
 
 
 def _keyed(names: list[str]) -> list[tuple[str, str]]:
@@ -84,24 +144,24 @@ def _keyed(names: list[str]) -> list[tuple[str, str]]:
     return [(folder + stem, ending.lower()) for folder, stem, _, ending in parts]
 
 
-def _rows(file: Path, samples: Mapping[str, Mapping[str, tarfile.TarInfo]]) -> Iterator[tuple[dict[str, Any], int]]:
+def _rows(
+    samples: Mapping[str, Mapping[str, tarfile.TarInfo]], texts: Mapping[int, bytes]
+) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield the columns of each sample, and its number of images."""
-    with file.open("rb") as stream:
-        for key, members in samples.items():
-            folders = _parts(key)[:-1]
-            place, split = next(((n, found) for n, name in enumerate(folders) if (found := split_of(name))), (-1, None))
-            row: dict[str, Any] = {KEY: key, "folder": "/".join(folders[place + 1 :])}
-            row |= {} if split is None else {"split": split}
-            images = list(filter(_is_image, members))
-            row |= {name: {"offset": members[name].offset_data, "length": members[name].size} for name in images}
-            for name in members.keys() & {*_TEXTS}:
-                content = os.pread(stream.fileno(), min(members[name].size, _MAX_TEXT), members[name].offset_data)
-                text = content.decode(errors="replace").strip()
-                row |= _scalars(text) if name == "json" else {name: text}
-            if "label" not in row and "cls" in row:
-                row["label"] = row["cls"]
-            row |= {ANY_IMAGE: row[images[0]]} if images else {}
-            yield row, len(images)
+    for key, members in samples.items():
+        folders = _parts(key)[:-1]
+        place, split = next(((n, found) for n, name in enumerate(folders) if (found := split_of(name))), (-1, None))
+        row: dict[str, Any] = {KEY: key, "folder": "/".join(folders[place + 1 :])}
+        row |= {} if split is None else {"split": split}
+        images = list(filter(_is_image, members))
+        row |= {name: {"offset": members[name].offset_data, "length": members[name].size} for name in images}
+        for name in members.keys() & {*_TEXTS}:
+            text = texts[members[name].offset_data].decode(errors="replace").strip()
+            row |= _scalars(text) if name == "json" else {name: text}
+        if "label" not in row and "cls" in row:
+            row["label"] = row["cls"]
+        row |= {ANY_IMAGE: row[images[0]]} if images else {}
+        yield row, len(images)
 
 
 def _scalars(text: str) -> dict[str, Any]:

@@ -5,8 +5,9 @@ the Hub the others.
 """
 
 import logging
+import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,14 +24,28 @@ from fedssl.datasets.listing import (
     log_once,
 )
 from fedssl.datasets.manifest import SUFFIXES as MANIFEST_SUFFIXES
+from fedssl.datasets.shards import SUFFIXES as SHARD_SUFFIXES
 from fedssl.errors import InputError, shortened
 from fedssl.safe_io import sanitize
 
 IMAGES, TABLES, ARRAYS = "images", "tables", "arrays"
-_CONTAINERS = {".arrow": TABLES, ".parquet": TABLES, ".tar": TABLES, ".npz": ARRAYS}  # kinds of files by ending
+_CONTAINERS = {
+    ".arrow": TABLES,
+    ".parquet": TABLES,
+    **dict.fromkeys(SHARD_SUFFIXES, TABLES),
+    ".npz": ARRAYS,
+}  # kinds of files by ending
 _MANIFESTS = dict.fromkeys(MANIFEST_SUFFIXES, TABLES)  # only if the path names them
 ALLOWED = " ".join((*_CONTAINERS, *_MANIFESTS, *SUFFIXES))
-_ARCHIVES = (".zip", ".gz", ".bz2", ".xz", ".zst", ".tgz", ".rar", ".7z")
+_BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
+_MAX_NAMES = 10**6  # that braces stand for
+_UNPACK = {
+    ".zip": "unzip FILE -d FOLDER",
+    ".rar": "unrar x FILE FOLDER/",
+    ".7z": "7z x FILE -oFOLDER",
+    ".gz": "gunzip FILE",
+}
+_UNPACK |= dict.fromkeys((".bz2", ".xz", ".zst", ".tbz2", ".txz"), "tar xf FILE -C FOLDER")  # commands by ending
 
 
 class NoImagesError(InputError):
@@ -104,8 +119,8 @@ def _no_images(path: str, listing: Listing, setting: str) -> NoImagesError:
             f"{setting}: {path} is not a folder, a file or a pattern with matches; give what holds your images", ()
         )
     remedies = [remedy for _, remedy in missing_packages(listing.ignored)]
-    if any(ending in _ARCHIVES for ending in listing.ignored):
-        remedies.append("unpack archives first, .tar.gz with gunzip")
+    commands = dict.fromkeys(_UNPACK[ending] for ending in listing.ignored if ending in _UNPACK)
+    remedies += [f"unpack archives into an existing folder first: {', '.join(commands)}"] if commands else []
     ignored = listing.ignored_kinds()
     found = f" (ignored {ignored})" if ignored else ""
     message = f"{path} holds no image{found}; allowed are files ending in {ALLOWED}"
@@ -114,34 +129,63 @@ def _no_images(path: str, listing: Listing, setting: str) -> NoImagesError:
 
 def _matching(pattern: Path, endings: Collection[str], setting: str) -> Listing:
     """Return a file, or those that match a pattern, hidden ones only if it is hidden; the root is its fixed part."""
-    listing = Listing(str(pattern.parent))
-    if braces := re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", pattern.name):
-        first, last = int(braces[2]), int(braces[3])
-        names = [f"{braces[1]}{n:0{len(braces[2])}}{braces[4]}" for n in range(first, min(last, first + 10**6) + 1)]
-        missing = [name for name in names if not is_file(pattern.parent / name)]
-        if missing:
-            raise InputError(
-                f"{setting}={pattern} names {len(names)} files, of which {len(missing)} do not exist, such as "
-                f"{shortened(missing)}; correct the numbers"
-            )
-        listing.paths = names
-        return listing
-    parts = pattern.parts
-    start = next((place for place, part in enumerate(parts) if set(part) & set("*?[")), len(parts) - 1)
-    if is_file(pattern):
-        start = len(parts) - 1
-    base, relative = Path(*parts[:start]), "/".join(parts[start:])
-    try:
-        found = [relative] if is_file(pattern) else [str(file.relative_to(base)) for file in base.glob(relative)]
-    except (OSError, ValueError):  # a name above 255 bytes; no pattern, e.g. *** in some versions of Python
-        found = []
-    hidden = sum(map(is_hidden, parts[start:]))
-    listing.root = str(base)
-    for name in sorted(found, key=lambda name: name.replace("/", "\0")):
-        if is_file(base / name) and sum(map(is_hidden, name.split("/"))) <= hidden:
-            ending = ending_by_content(f"{base}/{name}")
-            if ending in endings:
-                listing.paths.append(name)
-            else:
-                listing.ignored[ending] += 1
+    patterns = [pattern] if is_file(pattern) or is_folder(pattern) else list(map(Path, _without_braces(str(pattern), setting)))
+    if len(patterns) > 1:
+        patterns = [each / "**" / "*" if is_folder(each) and not is_zarr(each) else each for each in patterns]
+    bases = list(map(_fixed_part, patterns))
+    found = [_matches(each, base) for each, base in zip(patterns, bases, strict=True)]
+    missing = [str(each) for each, files in zip(patterns, found, strict=True) if not files]
+    if missing and len(patterns) > 1:
+        raise InputError(
+            f"{setting}={pattern} names {len(patterns)} files or patterns, of which {len(missing)} match no file, "
+            f"such as {shortened(missing)}; correct the braces"
+        )
+    listing = Listing(os.path.commonpath(bases) or ".")
+    start = 0 if listing.root == "." else len(listing.root.rstrip("/")) + 1
+    names = {str(file)[start:] for files in found for file in files}
+    for name in sorted(names, key=lambda name: name.replace("/", "\0")):
+        ending = ending_by_content(f"{listing.root}/{name}")
+        if ending in endings:
+            listing.paths.append(name)
+        else:
+            listing.ignored[ending] += 1
     return listing
+
+
+def _matches(pattern: Path, base: Path) -> list[Path]:
+    """Return the files that match a pattern below the folder ``base``, hidden ones only if it is hidden."""
+    if is_file(pattern):
+        return [pattern]
+    relative = pattern.relative_to(base)
+    hidden = sum(map(is_hidden, relative.parts))
+    try:
+        found = list(base.glob(str(relative)))
+    except (OSError, ValueError):  # a name above 255 bytes; no pattern, e.g. *** in some versions of Python
+        return []
+    return [file for file in found if is_file(file) and sum(map(is_hidden, file.relative_to(base).parts)) <= hidden]
+
+
+def _fixed_part(pattern: Path) -> Path:
+    """Return the folder of a pattern's first part with a wildcard, which no folder has as its name."""
+    fixed = Path(pattern.anchor)
+    for part in pattern.parts[bool(pattern.anchor) : -1]:
+        if {*part} & {*"*?["} and not is_folder(fixed / part):
+            break
+        fixed /= part
+    return fixed
+
+
+def _without_braces(pattern: str, setting: str) -> list[str]:
+    """Return the patterns that ``{a,b}`` and ``{000..012}`` stand for, as in shells and WebDataset."""
+    braces = _BRACES.search(pattern)
+    if braces is None:
+        return [pattern]
+    values: Iterable[str] = braces[3].split(",") if braces[3] else ()
+    if not braces[3]:
+        first, last = int(braces[1]), int(braces[2])
+        values = (f"{number:0{len(braces[1])}}" for number in range(first, min(last, first + _MAX_NAMES) + 1))
+    before, after = pattern[: braces.start()], _without_braces(pattern[braces.end() :])
+    found = [f"{before}{value}{rest}" for value in values for rest in after]
+    if len(found) > _MAX_NAMES:
+        raise InputError(f"{setting}={pattern} names more than {_MAX_NAMES:,} files; use * in place of braces")
+    return found

@@ -25,7 +25,7 @@ def files_of_split(source: Source, split: str) -> list[Path]:
     ``split`` is a word for a split or another word of the files' names. Raise an `InputError` if it does not exist.
     """
     names = source.files
-    kinds = {file: _split_in(name) for file, name in names.items()}
+    kinds = {file: split_in(name) for file, name in names.items()}
     # A folder may hold further splits that begin with the same word (train_0).
     files = [file for file, name in names.items() if _shard_of(name) == split.lower()]
     files = files or _files_of(split, names, kinds)
@@ -57,7 +57,7 @@ def files_of_split(source: Source, split: str) -> list[Path]:
 
 def has_held_out(source: Source) -> bool:
     """Return whether a file is of a split that is not for training."""
-    return any(_split_in(name) in HELD_OUT for name in source.listing.paths)
+    return any(split_in(name) in HELD_OUT for name in source.listing.paths)
 
 
 def _files_of(split: str, names: Mapping[Path, str], kinds: Mapping[Path, str | None]) -> list[Path]:
@@ -81,7 +81,7 @@ def _shard_of(name: str) -> str | None:
     return None if shard is None else shard[1]
 
 
-def _split_in(name: str) -> str | None:
+def split_in(name: str) -> str | None:
     """Return the split that a file's name or the nearest of its folders names."""
     *folders, file = name.split("/")
     return next(filter(None, map(split_of, (file.rpartition(".")[0], *reversed(folders)))), None)

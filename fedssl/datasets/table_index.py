@@ -7,7 +7,7 @@ a column of text are files.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from fedssl.datasets.decoding import Encoded
 from fedssl.datasets.image_index import (
+    BATCH,
     FOLDER,
     ImageIndex,
     Place,
@@ -25,8 +26,8 @@ from fedssl.datasets.image_index import (
     grouped_by_folder,
 )
 from fedssl.datasets.labels import class_names, missing_labels, read_labels
-from fedssl.datasets.listing import is_file
-from fedssl.datasets.shards import KEY, is_shard
+from fedssl.datasets.listing import ending_of, is_file
+from fedssl.datasets.shards import KEY, is_shard, stored_images
 from fedssl.datasets.sources import Source
 from fedssl.datasets.split_files import files_of_split, has_held_out
 from fedssl.datasets.splits import HELD_OUT, matching, split_of_word
@@ -56,7 +57,7 @@ def index_tables(source: Source, query: Query) -> ImageIndex | None:
     """Return the images of local files; None if none is of the split."""
     files = sorted(source.files)
     count = sum(map(num_rows, files))
-    kinds = ", ".join(sorted({file.suffix.lower() for file in files}))
+    kinds = ", ".join(sorted({ending_of(file.name) for file in files}))
     source.log(f"{count:,} rows in {len(files):,} {kinds} file{'s'[: len(files) != 1]}")
     if not count:
         raise InputError(f"{source.path} has no row with an image; check {source.setting}")
@@ -282,6 +283,14 @@ def _numbered(files: Sequence[Path], column: str, what: str) -> tuple[np.ndarray
     return numbers, tuple(str(names.get(code, code)) for code in codes.tolist())
 
 
+def _of_shard(file: Path, column: str, rows: np.ndarray) -> Iterator[list[Encoded]]:
+    """Yield the images at ``rows`` of a compressed shard, or of one beside it."""
+    places = column_of(file, column).take(pa.array(rows)).to_pylist()
+    images = stored_images(file, [place and (place["offset"], place["length"]) for place in places])
+    while batch := list[Encoded](islice(images, BATCH)):
+        yield batch
+
+
 def _encoded(files: Sequence[Path], column: str, rows: np.ndarray) -> Iterator[list[Encoded]]:
     """Yield the encoded images of ascending rows of all files one after another."""
     bounds = np.cumsum([0, *map(num_rows, files)])
@@ -290,6 +299,9 @@ def _encoded(files: Sequence[Path], column: str, rows: np.ndarray) -> Iterator[l
     for place, (file, _) in enumerate(needed):  # all of them before an image is decoded
         check_image_column(file, column, others_have_it=place > 0)
     for file, start in needed:
+        if is_shard(file):
+            yield from _of_shard(file, column, rows[(rows >= start) & (rows < start + num_rows(file))] - start)
+            continue
         for batch in column_chunks(file, column):
             wanted = rows[np.searchsorted(rows, start) : np.searchsorted(rows, start + len(batch))] - start
             start += len(batch)

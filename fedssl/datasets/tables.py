@@ -20,7 +20,7 @@ from fedssl.datasets.image_index import FileRecords
 from fedssl.datasets.manifest import SUFFIXES as MANIFEST_SUFFIXES
 from fedssl.datasets.manifest import manifest_table, named_file, names_image
 from fedssl.datasets.npy import npy_bytes
-from fedssl.datasets.shards import ANY_IMAGE, PLACE, is_shard, shard_table
+from fedssl.datasets.shards import ANY_IMAGE, PLACE, is_compressed, is_shard, shard_table
 from fedssl.errors import InputError, shortened
 from fedssl.safe_io import open_regular_file, sanitize
 
@@ -125,6 +125,8 @@ def column_chunks(file: Path, column: str) -> Iterator[pa.Array]:
 def column_bytes(file: Path, column: str) -> int:
     """Return the approximate size of a column in memory, in bytes."""
     opened = _open(file)
+    if is_shard(file):
+        return sum(place["length"] for place in column_of(file, column).drop_null().to_pylist())
     if isinstance(opened, pa.Table):
         return int(opened.select([column]).nbytes) if column in opened.schema.names else 0
     parts = _stored_parts(opened)
@@ -152,8 +154,7 @@ def arrow_records(files: Sequence[Path], column: str, rows: np.ndarray) -> FileR
 
 def _places(file: Path, column: str) -> tuple[np.ndarray, np.ndarray] | None:
     """Return offset and length of every image in a tar or arrow file; None if they are compressed, or not there."""
-    suffix = file.suffix.lower()
-    if suffix == ".parquet" or suffix in MANIFEST_SUFFIXES:
+    if file.suffix.lower() in (".parquet", *MANIFEST_SUFFIXES) or is_compressed(file):
         return None
     if is_shard(file):
         check_image_column(file, column)

@@ -19,7 +19,7 @@ from fedssl.datasets.raster import Raster, narrowest_dtype
 from fedssl.datasets.tiff_chain import image_pages
 
 _EXPANSION = 2000  # decoded bytes per byte of the file, at most; deflate reaches 1032
-_ALPHA = (1, 2)  # kinds of extra samples
+_ALPHA = (_PREMULTIPLIED := 1, 2)  # kinds of extra samples
 _ORIENTATION = 274
 _FLIPS = {2: (1,), 3: (0, 1), 4: (0,), 6: (1,), 7: (0, 1), 8: (0,)}  # axes by orientation, after a transposition
 _OTHER = (3, 8, 9, 10)  # kinds of color: palette, CIELAB, ICCLAB, ITULAB
@@ -67,6 +67,7 @@ class _TiffPages(Pages):
             limits=(0, 2**page.bitspersample - 1) if page.dtype.kind == "u" and page.bitspersample <= 16 else None,
             white_is_zero=page.photometric == tifffile.PHOTOMETRIC.MINISWHITE,
             has_alpha=bool(extra) and int(extra[-1]) in _ALPHA,
+            is_premultiplied=bool(extra) and int(extra[-1]) == _PREMULTIPLIED,
         )
 
 

@@ -176,3 +176,20 @@ def test_a_fifth_of_every_class_is_held_out_regardless_of_owners(tmp_path: Path)
     assert torch.bincount(test.labels).tolist() == [2, 2]
     for image_data in (train, test):
         assert (image_data.images[:][:, 0, 0, 0] // 10).tolist() == image_data.owners.tolist()
+
+
+@pytest.mark.parametrize("pattern", ["{train,val}/*/*.png", "{train,val}", "{train,val}/{cat,dog}/{1..2}.png"])
+def test_braces_stand_for_several_patterns(tmp_path: Path, pattern: str) -> None:
+    """As in shells and in WebDataset. The folder of the data set has the characters of a pattern."""
+    root = tmp_path / "data [1] {a}"
+    for number, split in enumerate(("train", "val", "other")):
+        for place, name in enumerate(("cat", "dog")):
+            for file in (1, 2):
+                write(root / split / name / f"{file}.png", make_image(100 * number + 10 * place + file))
+    for split, pixels in (("train", [1, 2, 11, 12]), ("test", [101, 102, 111, 112])):
+        data = load_split(own(root / pattern), split)
+        assert (first_pixels(data.images), data.classes) == (pixels, ("cat", "dog"))
+    with pytest.raises(InputError, match=r"names 2 files or patterns, of which 1 match no file, such as .*/x; correct"):
+        load_split(own(root / "{train,x}"), "train")
+    with pytest.raises(InputError, match=r"names more than 1,000,000 files; use \*"):
+        load_split(own(root / "{0..99999999}.png"), "train")

@@ -1,6 +1,7 @@
 """CSV files that name images, with labels, groups and splits."""
 
 import codecs
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -211,3 +212,12 @@ def test_a_device_notices_that_a_named_file_has_changed(images: Path) -> None:
     assert files_digest(images / "list.csv") == before
     (images / "my images" / "1.png").write_bytes(png(make_image(99, size=(5, 5))))
     assert files_digest(images / "list.csv") != before
+
+
+@pytest.mark.parametrize(("written", "stored"), [("NFC", "NFD"), ("NFD", "NFC")])
+def test_names_whose_accents_are_written_apart(images: Path, written: str, stored: str) -> None:
+    """macOS stores the letters and accents of names one by one, and spreadsheets write them as one."""
+    name = "my images/Zürich é.png"
+    (images / unicodedata.normalize(stored, name)).write_bytes(png(make_image(5)))
+    text = unicodedata.normalize(written, f"path,label\n{name},a\nmy images/1.png,b\n")
+    assert first_pixels(read(images, text).images) == [5, 10]

@@ -149,3 +149,78 @@ def test_labels_are_names_or_numbers(tmp_path, written, labels, classes):
     assert (train.labels.tolist(), train.classes) == (labels, classes)
     assert val.labels.tolist() == ([3, 3] if classes else labels[:2])
     assert any("have no label" in warning for warning in train.warnings) == (-1 in labels)
+
+
+def several(folder: Path, **files: dict[str, np.ndarray]) -> Path:
+    folder.mkdir()
+    for name, arrays in files.items():
+        np.savez(folder / f"{name}.npz", **arrays)
+    return folder
+
+
+def split_of_folder(path: Path, split: str = "train", **changes: object):
+    settings = {"channels": 1, "mean": [0.5], "std": [0.5], "size": 4, "cache": None, "test_fraction": 0.0}
+    return load_split(settings_of("folder", path=str(path), **settings | changes), split)
+
+
+@pytest.mark.parametrize("storage", ["decoded", "encoded"])
+def test_several_files_are_one_data_set(tmp_path, storage):
+    """One per client, with other classes each."""
+    first = {"images": GRAY[:2], "labels": np.array(["b", "a"]), "note": np.array([1, 2])}
+    other = {"images": GRAY[2:5], "labels": np.array(["c", "a", "c"]), "note": np.array([3, 4, 5])}
+    path = several(tmp_path / "data", client_0=first, client_1=other)
+    data = split_of_folder(path, storage=storage, folders="owner")
+    assert torch.equal(data.images[:][:, 0], torch.from_numpy(GRAY[:5]))
+    assert ([data.classes[label] for label in data.labels], data.owner_names) == (
+        list("bacac"),
+        ("client_0", "client_1"),
+    )
+    assert data.owners.tolist() == [0, 0, 1, 1, 1]
+    index = data.origin[0].at(np.array([1, 3]))
+    assert (index.values("note"), [place.part for place in index.places(np.arange(2))]) == (
+        [2, 4],
+        ["images, 1", "images, 1"],
+    )
+    assert "client_1.npz: images[1]" in index.image_name(1)
+    limited = split_of_folder(path, storage=storage, limit=3)
+    assert (len(limited.images), limited.owners) == (3, None)
+
+
+def test_several_files_of_splits(tmp_path):
+    train, test = {"x_train": GRAY[:4], "y_train": [0, 1, 2, 0]}, {"x_test": GRAY[4:], "y_test": [1, 2]}
+    path = several(tmp_path / "data", train=train, test=test)
+    assert split_of_folder(path).labels.tolist() == [0, 1, 2, 0]
+    data = split_of_folder(path, "test", test_fraction=0.5)
+    assert (data.labels.tolist(), len(data.images)) == ([1, 2], 2)
+    alike = {"images": GRAY, "labels": np.arange(6) % 2}
+    path = several(tmp_path / "alike", a=alike, b=alike)
+    shares = [split_of_folder(path, split, test_fraction=0.5).labels.tolist() for split in ("train", "test")]
+    assert (sum(map(len, shares)), [sum(share) for share in shares]) == (12, [3, 3])
+
+
+@pytest.mark.parametrize("arrays", [{"train_images": GRAY, "test_images": GRAY}, {"test_images": GRAY}])
+def test_several_data_sets_are_not_joined(tmp_path, arrays):
+    """Files of MedMNIST side by side have classes of the same numbers, and images of the test in each."""
+    path = several(tmp_path / "data", bloodmnist=arrays, pathmnist=arrays)
+    with pytest.raises(InputError, match=r"holds 2 NPZ files, and bloodmnist\.npz has .*; give one of these files"):
+        split_of_folder(path)
+
+
+def test_groups_and_owners_are_arrays(tmp_path):
+    """A setting that names none is an error: groups would be on both sides of the holdout."""
+    patients = np.array(["p", "p", "q", "q", "r", "r"])
+    path = several(tmp_path / "data", all={"images": GRAY, "labels": np.arange(6) % 2, "patient": patients})
+    data = split_of_folder(path, owner="patient", group="patient")
+    assert (data.owners.tolist(), data.owner_names, data.groups.tolist()) == (
+        [0, 0, 1, 1, 2, 2],
+        ("p", "q", "r"),
+        [0, 0, 1, 1, 2, 2],
+    )
+    train, test = (split_of_folder(path, split, group="patient", test_fraction=0.3) for split in ("train", "test"))
+    assert ({*train.groups.tolist()} & {*test.groups.tolist()}, len(test.images)) == (set(), 2)
+    for setting in ("owner", "group"):
+        with pytest.raises(InputError, match=r"has no array whose name contains 'scene'"):
+            split_of_folder(path, **{setting: "scene"})
+    path = several(tmp_path / "short", all={"images": GRAY, "patient": patients[:3]})
+    with pytest.raises(InputError, match=r"patient has no text or integer for each of the 6 images"):
+        split_of_folder(path, group="patient")

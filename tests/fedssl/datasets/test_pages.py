@@ -285,3 +285,12 @@ def test_the_last_class_is_in_the_sample_of_dtypes():
     gray = [np.zeros((6, 6), np.uint8), np.zeros((6, 6), np.uint16)]
     first, last = (tiff(values, photometric="minisblack") for values in gray)
     assert Decoding(channels=1, size=6).with_found_dtype([first] * 60 + [last] * 4).found_dtype == "uint16"
+
+
+def test_color_of_16_bits_multiplied_by_opacity():
+    """Kind 1 of TIFF's extra samples; kind 2 is not multiplied."""
+    values = np.array([[[10000, 20000, 30000, 32768]]], np.uint16).repeat(2, axis=1)
+    decoding = Decoding(channels=3, size=1, background=255)
+    for kind, factor in (("assocalpha", 1), ("unassalpha", 32768 / 65535)):
+        found = decoding(tiff(values, photometric="rgb", extrasamples=[kind])).ravel()
+        assert np.abs(found - (np.array([10000, 20000, 30000]) * factor + 65535 - 32768)).max() <= 1

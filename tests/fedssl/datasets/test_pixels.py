@@ -2,6 +2,7 @@
 
 import io
 import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -157,3 +158,25 @@ def test_values_beyond_the_window_are_black_and_white():
     assert read(tiff(np.array([[np.nan, 5]], "<f4"), sample_format=3), window=[0, 10], size=1) == [
         [63]
     ]  # 255.999 (0 + 0.5) / 4, of both
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_a_transparent_value_of_few_bits(bits):
+    """Pillow scales the gray values of PNG to 8 bits, but not the transparent one."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        body = name + content
+        return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
+
+    start = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, bits, 0, 0, 0, 0))
+    start += chunk(b"tRNS", struct.pack(">H", 1))
+    for value, expected in ((0, 0), (1, 99)):  # black, and the transparent value
+        pixels = chunk(b"IDAT", zlib.compress(bytes([0, value << 8 - bits])))
+        decoded = Decoding(channels=1, size=1, background=99)(start + pixels + chunk(b"IEND", b""))
+        assert decoded.tolist() == [[[expected]]]
+
+
+def test_gray_multiplied_by_opacity():
+    image = Image.fromarray(np.array([[[100, 128]]], np.uint8), "LA").convert("La")
+    form = {"channels": 1, "size": 1, "dtype": "uint8"}
+    assert to_array(image, PixelSettings(**form, background=0)).ravel().tolist() == [50]
