@@ -7,7 +7,7 @@ the Hub the others.
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,7 +129,9 @@ def _no_images(path: str, listing: Listing, setting: str) -> NoImagesError:
 
 def _matching(pattern: Path, endings: Collection[str], setting: str) -> Listing:
     """Return a file, or those that match a pattern, hidden ones only if it is hidden; the root is its fixed part."""
-    patterns = [pattern] if is_file(pattern) or is_folder(pattern) else list(map(Path, _without_braces(str(pattern), setting)))
+    patterns = (
+        [pattern] if is_file(pattern) or is_folder(pattern) else list(map(Path, _without_braces(str(pattern), setting)))
+    )
     if len(patterns) > 1:
         patterns = [each / "**" / "*" if is_folder(each) and not is_zarr(each) else each for each in patterns]
     bases = list(map(_fixed_part, patterns))
@@ -177,15 +179,14 @@ def _fixed_part(pattern: Path) -> Path:
 
 def _without_braces(pattern: str, setting: str) -> list[str]:
     """Return the patterns that ``{a,b}`` and ``{000..012}`` stand for, as in shells and WebDataset."""
-    braces = _BRACES.search(pattern)
-    if braces is None:
-        return [pattern]
-    values: Iterable[str] = braces[3].split(",") if braces[3] else ()
-    if not braces[3]:
-        first, last = int(braces[1]), int(braces[2])
-        values = (f"{number:0{len(braces[1])}}" for number in range(first, min(last, first + _MAX_NAMES) + 1))
-    before, after = pattern[: braces.start()], _without_braces(pattern[braces.end() :])
-    found = [f"{before}{value}{rest}" for value in values for rest in after]
-    if len(found) > _MAX_NAMES:
-        raise InputError(f"{setting}={pattern} names more than {_MAX_NAMES:,} files; use * in place of braces")
-    return found
+    found = [pattern]
+    while all_braces := list(filter(None, map(_BRACES.search, found))):  # the first without others inside
+        found = []
+        for braces in all_braces:
+            first, last, words = braces.groups()
+            numbers = range(int(first or 0), int(last or 0) + 1)
+            if len(found) + len(numbers) > _MAX_NAMES:
+                raise InputError(f"{setting}={pattern} names above {_MAX_NAMES:,} files; use * in place of braces")
+            values = words.split(",") if words else (f"{number:0{len(first)}}" for number in numbers)
+            found += [braces.string[: braces.start()] + value + braces.string[braces.end() :] for value in values]
+    return list(dict.fromkeys(found))
