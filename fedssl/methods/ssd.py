@@ -79,7 +79,7 @@ class SSD(AlignUniform):
 
     def start_round(self, *, first: bool) -> None:
         super().start_round(first=first)
-        size = max(1, round(self.share * len(self.scales)))
+        size = max(1, int(self.share * len(self.scales) + 1e-9))  # rounded down, so that 1 / share clients have room
         begin = self.client % max(1, len(self.scales) // size) * size
         self.scales.fill_(1.0)  # in place: CUDA graphs use this memory
         self.scales[begin : begin + size] = self.scale

@@ -40,13 +40,17 @@ def test_slow_transcriptions():
 
 
 @pytest.mark.parametrize(
-    ("share", "expected"),  # first of the two own dimensions out of 8, or of the three out of 8
-    [(0.25, [0, 2, 4, 6, 0]), (0.34, [0, 3, 0, 3, 0])],
+    ("share", "size", "expected"),  # number of own dimensions out of 8, and the first of them
+    [
+        (0.25, 2, [0, 2, 4, 6, 0]),
+        (1 / 3, 2, [0, 2, 4, 6, 0]),  # 2.67 of 8: three would be enough for two clients only
+        (0.5, 4, [0, 4, 0, 4, 0]),
+        (0.01, 1, [0, 1, 2, 3, 4]),
+    ],
 )
-def test_dimensions_of_clients_are_disjoint_as_far_as_they_suffice(share, expected):
+def test_dimensions_of_clients_are_disjoint_as_far_as_they_suffice(share, size, expected):
     overrides = ["method=ssd", "encoder.width=2", "method.hidden_dim=8", f"method.share={share}"]
     method = build_method(compose(overrides).model)
-    size = round(8 * share)
     assert method.encoder.feature_dim == 8
     for client, begin in enumerate(expected):
         method.client = client
