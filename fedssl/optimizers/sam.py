@@ -46,6 +46,7 @@ class SAM(SeveralPasses, SGD):
 
     @torch.no_grad()
     def compute_gradient(self, backward: Callable[[], Tensor], buffers: Sequence[Tensor]) -> Tensor:
+        buffers_before = [buffer.clone() for buffer in buffers]
         with torch.enable_grad():
             loss = backward().clone()  # CUDA graphs return static memory
         weights = [weight for group in self.param_groups for weight in group["params"] if weight.grad is not None]
@@ -56,9 +57,14 @@ class SAM(SeveralPasses, SGD):
         kept, kept_buffers = [weight.clone() for weight in weights], [buffer.clone() for buffer in buffers]
         scale = rho / (torch.stack(torch._foreach_norm(gradients)).norm() + 1e-12)
         torch._foreach_add_(weights, torch._foreach_mul(gradients, scale))
+        _restore(buffers, buffers_before)  # a queue has not received these images yet
         with torch.enable_grad():
             backward()
-        for now, before in ((weights, kept), (list(buffers), kept_buffers)):
-            for tensor, value in zip(now, before, strict=True):
-                tensor.copy_(value)
+        _restore(weights, kept)
+        _restore(buffers, kept_buffers)
         return loss
+
+
+def _restore(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)

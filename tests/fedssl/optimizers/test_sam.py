@@ -11,12 +11,13 @@ def test_a_step_by_hand():
     # L = (w1^2 + 2 w2^2) / 2 at (3, 2): gradient (3, 4) of norm 5. rho = 0.5 moves to (3.3, 2.4), whose gradient is
     # (3.3, 4.8). A step of 0.1 gives (3 - 0.33, 2 - 0.48).
     weights = [torch.tensor([3.0], requires_grad=True), torch.tensor([2.0], requires_grad=True)]
-    buffer, optimizer = torch.zeros(1), SAM(weights, lr=0.1, rho=0.5)
+    buffer, seen, optimizer = torch.zeros(1), [], SAM(weights, lr=0.1, rho=0.5)
 
     def backward():
         optimizer.zero_grad()
         loss = (weights[0] ** 2 + 2 * weights[1] ** 2).sum() / 2
         loss.backward()
+        seen.append(buffer.item())
         buffer.add_(1)
         return loss.detach()
 
@@ -25,6 +26,7 @@ def test_a_step_by_hand():
     assert [weight.item() for weight in weights] == [3, 2]
     assert [weight.grad.item() for weight in weights] == pytest.approx([3.3, 4.8])
     assert buffer.item() == 1
+    assert seen == [0, 0]  # both passes are on the same queue
     optimizer.step()
     assert [weight.item() for weight in weights] == pytest.approx([2.67, 1.52])
 
