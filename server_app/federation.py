@@ -70,6 +70,12 @@ class Federation:
         client_ids = np.fromiter(self.nodes, np.int64, len(self.nodes))
         return _without(np.sort(client_ids), self.untrained_clients)
 
+    @property
+    def num_trained_clients(self) -> int:
+        """Return the number of clients that may train in some round, with devices that are not available now."""
+        known = {*self.nodes, *self.directory.client_ids.values()}
+        return len(known - self.untrained_clients)
+
     def without_training(self) -> "Federation":
         """Return the federation without mods that train models on the server."""
         return replace(self, mods=tuple(mod for mod in self.mods if not mod.trains))

@@ -47,6 +47,7 @@ def new_model(
         layers={layer: new.get(layer, array) for layer, array in start.trainable.items()},
         aggregator=aggregation.inner,
         received=aggregation.received,
+        num_clients=federation.num_trained_clients,
     )
     if server.has_server_step:
         layers, state = server.server_step(done)

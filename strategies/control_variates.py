@@ -40,6 +40,13 @@ def zeros_like(layers: Layers, names: Collection[str]) -> Layers:
     return {name: np.zeros_like(array) for name, array in layers.items() if name in names}
 
 
+def for_clients(arrays: Layers, *, before: int, now: int) -> Layers:
+    """Return means over the clients ``before`` as means over the clients ``now``, of which new ones have zeros."""
+    if before == now:
+        return arrays
+    return {name: np.asarray(array * array.dtype.type(before / now)) for name, array in arrays.items()}
+
+
 def needs_fresh_clients(context: RunContext, *, strategy: str) -> Problem:
     """Refuse late or dropped updates and removed states, whose corrections the server and clients would count apart."""
     settings, accepted = context.settings, context.settings.aggregation

@@ -26,7 +26,7 @@ from fedssl.rules import Problem
 from fedssl.training import LocalSteps
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
-from strategies.control_variates import arrays_of, as_state, corrected_names, needs_fresh_clients
+from strategies.control_variates import arrays_of, as_state, corrected_names, for_clients, needs_fresh_clients
 from strategies.run_context import RunContext
 from strategies.types import AggregatedModel, ClientState, CommunicationSummary
 from strategies.weighted_sum import WeightedSum
@@ -35,9 +35,10 @@ OWN = "feddyn."  # prefix of g_k's arrays in a client's state
 
 
 class FedDynState(TypedDict, total=False):
-    """H, from the first round on."""
+    """H and the number N of clients, from the first round on."""
 
     step: dict[str, np.ndarray]
+    clients: int
 
 
 class FedDynServer(ServerStrategy):
@@ -48,26 +49,25 @@ class FedDynServer(ServerStrategy):
 
     def __init__(self) -> None:
         super().__init__(WeightedSum)
-        self._num_clients = 1
         self._trainable: frozenset[str] = frozenset()
 
     def problem(self, context: RunContext) -> Problem:
         return needs_fresh_clients(context, strategy="feddyn")
 
     def prepare(self, context: RunContext) -> None:
-        self._num_clients = context.settings.num_clients - context.settings.unseen_clients
         self._trainable = frozenset(context.method.trainable)
 
     def server_step(self, done: AggregatedModel) -> tuple[Layers, FedDynState]:
         state: FedDynState = done.model.strategy_state
-        steps, layers = dict(state.get("step", {})), {}
-        share = len(done.received) / self._num_clients
+        number, layers = done.num_clients, {}
+        steps = dict(for_clients(state.get("step", {}), before=state.get("clients", number), now=number))
+        share = len(done.received) / number
         for name, mean in done.layers.items():
             if name in self._trainable:
                 change = mean.dtype.type(share) * (mean - done.model.layers[name])
                 steps[name] = np.asarray(steps[name] + change if name in steps else change)
                 layers[name] = np.asarray(mean + steps[name])
-        return layers, {"step": steps}
+        return layers, {"step": steps, "clients": number}
 
     def after_aggregation(self, done: AggregatedModel) -> tuple[FedDynState, dict[str, Any]]:
         state: FedDynState = done.model.strategy_state
@@ -113,8 +113,8 @@ class FedDyn(FedSSLStrategy):
     H \leftarrow H + \frac{1}{N} \sum_{k \in P} (w_k - w_g) \qquad w_g \leftarrow \frac{1}{|P|} \sum_{k \in P} w_k + H
     $$
 
-    with $w_g$ the global weights, $g_k$ and H initially zero, P the clients of the round, N all clients, and $\alpha$
-    the ``alpha``.
+    with $w_g$ the global weights, $g_k$ and H initially zero, P the clients of the round, N all clients that
+    have enough images, and $\alpha$ the ``alpha``.
     """
 
     def __init__(self, *, alpha: float = 0.01) -> None:

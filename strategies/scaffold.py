@@ -28,6 +28,7 @@ from strategies.control_variates import (
     arrays_of,
     as_state,
     corrected_names,
+    for_clients,
     needs_fresh_clients,
     needs_sgd,
     zeros_like,
@@ -79,9 +80,10 @@ class ControlledSum:
 
 
 class ScaffoldState(TypedDict, total=False):
-    """The control variate c of the server, from the first round on."""
+    """The control variate c of the server and the number N of clients, from the first round on."""
 
     control: dict[str, np.ndarray]
+    clients: int
 
 
 class ScaffoldServer(ServerStrategy):
@@ -92,14 +94,12 @@ class ScaffoldServer(ServerStrategy):
     def __init__(self, make_mean: Callable[[], WeightedSum], *, server_lr: float) -> None:
         super().__init__(lambda: ControlledSum(make_mean()))
         self.server_lr, self.has_server_step = server_lr, server_lr != 1
-        self._num_clients = 1
         self._trainable: frozenset[str] = frozenset()
 
     def problem(self, context: RunContext) -> Problem:
         return needs_sgd(context, strategy="scaffold") or needs_fresh_clients(context, strategy="scaffold")
 
     def prepare(self, context: RunContext) -> None:
-        self._num_clients = context.settings.num_clients - context.settings.unseen_clients
         self._trainable = frozenset(context.method.trainable)
 
     def arrays_to_send(self, model: GlobalModel, layers: Layers) -> Layers:
@@ -122,11 +122,13 @@ class ScaffoldServer(ServerStrategy):
 
     def after_aggregation(self, done: AggregatedModel) -> tuple[ScaffoldState, dict[str, Any]]:
         assert isinstance(done.aggregator, ControlledSum)
-        control = self.arrays_to_send(done.model, done.layers)
+        number = done.num_clients
+        before = done.model.strategy_state.get("clients", number)
+        control = for_clients(self.arrays_to_send(done.model, done.layers), before=before, now=number)
         for name, total in done.aggregator.total.items():
-            control[name] = np.asarray(control[name] + total / total.dtype.type(self._num_clients))  # Eq. 5
+            control[name] = np.asarray(control[name] + total / total.dtype.type(number))  # Eq. 5
         norm = sum(float(np.square(array, dtype=np.float64).sum()) for array in control.values()) ** 0.5
-        return {"control": control}, {"control_norm": norm}
+        return {"control": control, "clients": number}, {"control_norm": norm}
 
     def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:
         usual = super().describe_communication(usual)
@@ -175,8 +177,8 @@ class Scaffold(FedSSLStrategy):
     c \leftarrow c + \frac{1}{N} \sum_i (c_i' - c_i)
     $$
 
-    with x the global weights, $y_i$ those of client i during its K steps with learning rate $\eta_l$, N all clients,
-    $\beta_i$ as in federated averaging (``weighting``) and $\eta_g$ the ``server_lr``.
+    with x the global weights, $y_i$ those of client i during its K steps with learning rate $\eta_l$, N all clients
+    that have enough images, $\beta_i$ as in federated averaging (``weighting``) and $\eta_g$ the ``server_lr``.
     """
 
     def __init__(self, *, weighting: str = "uniform", server_lr: float = 1.0) -> None:

@@ -155,6 +155,7 @@ class AggregatedModel:
     layers: Layers  # trained layers after it, which ``aggregator`` computed
     aggregator: Aggregator
     received: Mapping[int, tuple[str, ...]]  # names of the trained layers that each client of the model had downloaded
+    num_clients: int  # that may train in some round, with devices that have joined, or left for now
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,6 +152,7 @@ class FlowerRule(FedAvg):
             layers={name: layers[name] for name in self._trained},
             aggregator=aggregator,
             received={number: self._downloaded.get(reply.node, ()) for number, reply in enumerate(used)},
+            num_clients=len(used),
         )
         state, measured = self.server.after_aggregation(done)
         self._model = replace(self._model, layers=layers, strategy_state=state)

@@ -10,7 +10,9 @@ from fedssl.errors import InputError
 from fedssl.regularizers.base import RegularizerInput
 from fedssl.regularizers.linear import Linear
 from fedssl.wire.messages import ClientUpdate, TrainPlan
-from strategies.feddyn import OWN
+from strategies.feddyn import OWN, FedDyn
+from strategies.types import AggregatedModel, GlobalModel
+from strategies.weighted_sum import WeightedSum
 from tests.federation import Federation
 from tests.server_app.small import Small
 from tests.states import load_tensors
@@ -99,3 +101,34 @@ def test_a_small_alpha_leaves_the_step_of_the_server(tmp_path):
 def test_what_it_does_not_support_is_refused(tmp_path, overrides, reason):
     with pytest.raises(InputError, match=reason):
         Federation(tmp_path, "strategy=feddyn", *overrides)
+
+
+def test_clients_that_never_train_do_not_count(tmp_path):
+    """With all others the share of the clients is 1, and the first round moves twice as far as their mean."""
+    partition = ["partition=dirichlet", "partition.alpha=0.01", "partition.min_size=0", "num_clients=5", "seed=0"]
+    head = ["method=fed_align_uniform", "method.projector.hidden_dim=8"]
+    federation = Federation(tmp_path, "strategy=feddyn", *partition, *head)
+    federation.run(1)
+    assert [row.client for row in federation.report.clients] == [0, 1, 2, 4]  # client 3 has two images
+    start = TrainPlan.from_content(federation.plans[0]).layers
+    models = [ClientUpdate.from_content(update, 0).layers for update in federation.updates]
+    for name in federation.method.trainable:
+        mean = sum(model[name].astype(np.float64) for model in models) / 4
+        np.testing.assert_allclose(federation.layers[name], 2 * mean - start[name], rtol=1e-4, atol=1e-5)
+
+
+def test_clients_that_join_have_a_share():
+    """H is a mean over all clients: of two at first, then of three, of which all three train."""
+    server, start, step = FedDyn().server, {"w": np.array([1.0], np.float32)}, {}
+    server._trainable = frozenset(start)
+    for number, mean, expected in ((2, 4, 3), (3, 1, 2)):  # 4 - 1, then 3 * 2 / 3 + 1 - 1
+        model = GlobalModel(layers=start, strategy_state=step)
+        received = dict.fromkeys(range(number), ("w",))
+        layers = {"w": np.array([mean], np.float32)}
+        layers, step = server.server_step(
+            AggregatedModel(
+                model=model, round=1, layers=layers, aggregator=WeightedSum(), received=received, num_clients=number
+            )
+        )
+        assert step["step"]["w"].tolist() == [expected]
+        assert layers["w"].tolist() == [mean + expected]

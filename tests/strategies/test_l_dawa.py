@@ -83,7 +83,9 @@ def test_a_warning_once_if_a_kernel_shrinks(caplog):
         aggregator = strategy.server.aggregator(round)
         layers = aggregate(before, clients, aggregator)
         model = GlobalModel(layers=before)
-        done = AggregatedModel(model=model, round=round, layers=layers, aggregator=aggregator, received={})
+        done = AggregatedModel(
+            model=model, round=round, layers=layers, aggregator=aggregator, received={}, num_clients=2
+        )
         strategy.server.after_aggregation(done)
         return [record.getMessage() for record in caplog.records]
 

@@ -259,7 +259,7 @@ def test_euc_defers_both_factors_together():
         {CONV.weight: 0, "projector.weight": 40 / 3, FC.weight: 1.7 * 40 / 3}, abs=1e-12
     )
     model, received = GlobalModel(layers=start.layers), {0: tuple(layers)}
-    done = AggregatedModel(model=model, round=2, layers=layers, aggregator=aggregator, received=received)
+    done = AggregatedModel(model=model, round=2, layers=layers, aggregator=aggregator, received=received, num_clients=3)
     state, _ = server.after_aggregation(done)
     assert state["intervals"] == {CONV.a: 2, CONV.b: 2, "projector.weight": 2, FC.a: 1, FC.b: 1}
 

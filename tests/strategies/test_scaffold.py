@@ -9,7 +9,9 @@ from fedssl.errors import InputError
 from fedssl.training import LocalSteps
 from fedssl.wire.messages import STRATEGY_BROADCAST, STRATEGY_UPLOAD, ClientUpdate, TrainPlan
 from server_app.validation import InvalidUpdate, check_update
-from strategies.scaffold import OWN, control_change
+from strategies.control_variates import for_clients
+from strategies.scaffold import OWN, Scaffold, control_change
+from strategies.types import AggregatedModel, GlobalModel
 from tests.federation import Federation
 from tests.states import load_tensors
 
@@ -154,3 +156,35 @@ def test_a_server_rate_scales_the_mean_change(tmp_path):
         np.testing.assert_allclose(
             half.layers[name] - start[name], (whole.layers[name] - start[name]) / 2, rtol=1e-4, atol=1e-7
         )
+
+
+def test_clients_that_never_train_do_not_count(tmp_path):
+    """N are those with enough images, else c would stay below the mean of all c_i."""
+    partition = ["partition=dirichlet", "partition.alpha=0.01", "partition.min_size=0", "num_clients=5", "seed=0"]
+    federation = Federation(
+        tmp_path, *SCAFFOLD, *partition, "method=fed_align_uniform", "method.projector.hidden_dim=8"
+    )
+    federation.run(2)
+    trained = [row.client for row in federation.report.clients]
+    assert trained == [0, 1, 2, 4]  # client 3 has two images
+    controls = [own(tmp_path, client, before=3) for client in trained]
+    for name, c in federation.state.models["global"].strategy_state["control"].items():
+        np.testing.assert_allclose(c, sum(one[name] for one in controls) / 4, rtol=1e-4, atol=1e-6)
+
+
+def test_clients_that_join_have_a_share():
+    # c = 3 is the mean of two clients, whose sum is 6. A third one has 0 until it trains.
+    assert for_clients({"w": array(3)}, before=2, now=3) == {"w": array(2)}
+    layers = {"w": array(1)}
+    server = Scaffold().server
+    server._trainable = frozenset(layers)
+    state = {}
+    for number, total, expected in ((2, 6, 3), (3, 3, 3), (3, 0, 3)):
+        aggregator = server.aggregator(1)
+        aggregator.total = {"w": array(total)}
+        model = GlobalModel(layers=layers, strategy_state=state)
+        done = AggregatedModel(
+            model=model, round=1, layers=layers, aggregator=aggregator, received={}, num_clients=number
+        )
+        state, _ = server.after_aggregation(done)
+        assert state["control"]["w"].tolist() == [expected]
