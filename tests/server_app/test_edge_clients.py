@@ -18,6 +18,7 @@ from server_app.nodes import discover_clients
 from simulation.grid import LocalGrid
 from simulation.run import run as simulate
 from tests.devices import SMALL, Devices, context, run_server_app, write_images
+from tests.methods import overrides_of
 from tests.runs import model_bits, read_lines
 
 
@@ -48,7 +49,19 @@ def devices(places, tmp_path, **others):
     "overrides",
     [
         ["strategy=l_dawa_fedu", "method=byol", "schedule=layer_wise", "rounds=4"],
-        pytest.param(["strategy=fedbn"], marks=pytest.mark.heavy),
+        ["strategy=scaffold", "clients_per_round=2", "wire_dtype=fp16"],
+        *(
+            pytest.param(overrides, marks=pytest.mark.heavy)
+            for overrides in (
+                ["strategy=fedbn"],
+                ["strategy=feddyn"],
+                ["strategy=fednova", "local_epochs=2"],
+                ["strategy=moon", "optimizer=sam"],
+                ["method=ssd", "method.hidden_dim=8", "strategy=fedexp", "model_average=ema"],
+                ["method=fedsc", "method.projector.hidden_dim=8", "strategy=fedavg", "wire_dtype=int8"],
+                [*overrides_of("mar"), "strategy=fedavg", "server_optimizer=fedadagrad"],
+            )
+        ),
     ],
 )
 def test_a_run_on_devices_has_the_simulations_bits(overrides, places, tmp_path):

@@ -23,6 +23,8 @@ CASES = {
     "scaffold": ["strategy=scaffold", "clients_per_round=2", "model_average=last", "model_average.rounds=2"],
     "feddyn": ["strategy=feddyn", "clients_per_round=2", "model_average=ema"],
     "moon": ["strategy=moon", "clients_per_round=2", "optimizer=sam"],
+    "fednova": ["strategy=fednova", "clients_per_round=2", "server_optimizer=fedadagrad"],
+    "fedexp": ["strategy=fedexp", "model_average=last", "model_average.rounds=2"],
     "mar": [*overrides_of("mar"), "strategy=fedavg", "clients_per_round=2"],
     "fedsc": ["method=fedsc", *HEAD, "strategy=fedavg", "clients_per_round=2"],
     "ssd": ["method=ssd", "method.hidden_dim=16", "strategy=fedavg"],
