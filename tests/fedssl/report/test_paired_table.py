@@ -1,5 +1,6 @@
 """Differences paired by seed: which runs are compared, and the numbers of the table."""
 
+import json
 from pathlib import Path
 
 import pandas
@@ -49,7 +50,13 @@ def test_rows_are_compared_within_the_same_other_settings(runs: Path, command):
     [
         (["strategy"], "--reference strategy is no setting and value; use e.g. --reference strategy=fedavg"),
         (["strategy=fedavgg"], "no finished run has strategy=fedavgg; strategy is "),
-        (["strategy=krum"], "no row has two seeds in common with a row of strategy=krum"),
+        (
+            ["strategy=krum"],
+            "eua has seeds 0, 1, 2, 3 and its reference 9, but two in common are needed; run the same ones of both, or "
+            "choose another --reference than strategy=krum",
+        ),
+        (["method=byol"], "all finished runs have one method; add runs with another one, or choose another"),
+        (["seed=0"], "--reference seed=0: rows are not compared by seed; use e.g. --reference strategy=fedavg"),
         (["strategy=fedavg", "--watch", "1"], "--reference compares runs that have ended; remove --paper and --watch"),
     ],
 )
@@ -57,3 +64,52 @@ def test_bad_references_get_one_sentence(runs: Path, command, words, problem):
     status, _, error = command(runs, "--reference", *words)
     assert status == 2
     assert problem in error
+
+
+def weigh(folder: Path, weight: float | None) -> None:
+    """Set the weight of the regularizer, by an override unless it is null."""
+    config = json.loads((folder / "config.yaml").read_text())
+    (folder / "config.yaml").write_text(json.dumps(config | {"regularizer": {"weight": weight}}))
+    if weight is not None:
+        summary = json.loads((folder / "summary.json").read_text())
+        summary["overrides"].append(f"regularizer.weight={weight}")
+        (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def test_a_setting_that_only_one_has_is_no_difference(tmp_path: Path, command):
+    """That of FedProx's regularizer, but not one that is null in the reference."""
+    for seed in range(3):
+        weigh(job(tmp_path / f"fedprox{seed}", "fedprox", seed, knn=0.5), 0.1)
+        job(tmp_path / f"fedavg{seed}", "fedavg", seed, knn=0.4)
+    status, out, _ = command(tmp_path, "--reference", "strategy=fedavg")
+    assert status == 0
+    assert "+10.0 ± 0.0" in out
+    for seed in range(3):
+        weigh(tmp_path / f"fedavg{seed}", None)
+    status, _, error = command(tmp_path, "--reference", "strategy=fedavg")
+    assert status == 2
+    assert (
+        "each row differs from the reference in other settings, at least in regularizer.weight (0.1 and null)" in error
+    )
+
+
+def test_several_references_are_reported(runs: Path, command):
+    """A row has the first reference whose other settings agree, and the table names what references differ in."""
+    for seed in range(3):
+        folder = job(runs / f"weighted{seed}", "fedavg", seed, knn=0.1)
+        text = (folder / "config.yaml").read_text()
+        (folder / "config.yaml").write_text(text.replace('FedAvg"', 'FedAvg", "weighting": "examples"'))
+        text = (folder / "summary.json").read_text()
+        (folder / "summary.json").write_text(text.replace("seed=", 'strategy.weighting=examples", "seed='))
+    status, out, _ = command(runs, "--reference", "strategy=fedavg")
+    assert status == 0
+    assert "+2.0 ± 1.0" in out
+    assert "references differ in strategy.weighting; a row has the first one whose other settings agree" in out
+
+
+def test_missing_references_are_explained(tmp_path: Path, command):
+    for seed in range(2):
+        job(tmp_path / f"fedavg{seed}", "fedavg", seed, "failed")
+        job(tmp_path / f"eua{seed}", "eua", seed)
+    _, _, error = command(tmp_path, "--reference", "strategy=fedavg")
+    assert "no finished run has strategy=fedavg, and 2 with it failed or still run; strategy is eua" in error
