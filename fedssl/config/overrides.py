@@ -174,7 +174,7 @@ def _has(node: Any, parts: Sequence[str]) -> bool:
 
 def suggest_setting(key: str, known: Iterable[str]) -> str:
     """Return a suggestion for an unknown setting: settings with its last component, or with a similar key."""
-    keys = list(dict.fromkeys(known))
+    keys = [other for other in dict.fromkeys(known) if not other.rpartition(".")[2].startswith("_")]  # no _target_
     same = [other for other in keys if other.rpartition(".")[2] == key.rpartition(".")[2]]
     if same:
         return f"; did you mean {' or '.join(sorted(same, key=len)[:3])}"
