@@ -40,11 +40,11 @@ def paired_table(runs: Sequence[Run], reference: str) -> TextTable:
     if not bases:
         known = dict.fromkeys(group.runs[0].value(key) for group in groups)
         others = sum(not run.finished and same_value(run.value(key), choice) for run in runs)
-        found = f"no finished run has {reference}" + (f", and {others} with it failed or still run" if others else "")
-        raise InputError(f"{found}; {key} is {', '.join(filter(None, known)) or 'in no run'}")
+        absent = f"no finished run has {reference}" + (f", and {others} with it failed or still run" if others else "")
+        raise InputError(f"{absent}; {key} is {', '.join(filter(None, known)) or 'in no run'}")
     pairs = [(group, _reference_of(group, bases, key)) for group in groups if group not in bases]
     rows: list[list[TableCell]] = []
-    notes = []
+    notes, compared_rows = [], set[int]()
     names = dict.fromkeys(name for group in groups for run in group.runs for name in run.results)
     for name in names:
         found = {
@@ -52,6 +52,7 @@ def paired_table(runs: Sequence[Run], reference: str) -> TextTable:
             for index, (group, base) in enumerate(pairs)
             if base is not None and len(paired := _paired(group, base, name)) > 1
         }
+        compared_rows |= found.keys()
         compared = compare({str(index): paired for index, paired in found.items()})
         for index, paired in found.items():
             settings = [text_cell(pairs[index][0].settings.get(name, "")) for name in keys]
@@ -66,16 +67,16 @@ def paired_table(runs: Sequence[Run], reference: str) -> TextTable:
         "with Holm's correction over the rows of a result; effect: Hedges' g"
     )
     own = [name for name in varying([base.settings for base in bases]) if name.startswith(f"{key}.")]
-    several = (
-        [f"references differ in {', '.join(own)}; a row has the first one whose other settings agree"] if own else []
-    )
+    remarks = [f"references differ in {', '.join(own)}; a row has the first one whose other settings agree"] * bool(own)
+    if missing := len(pairs) - len(compared_rows):
+        remarks.append(f"{missing} of {len(pairs)} rows have no reference with two seeds in common")
     detected = f"differences that are detected with probability {POWER:g}, at the median deviation:"
     return TextTable(
         "Differences",
         [*keys, "result", *_COLUMNS],
         rows,
         left=len(keys) + 1,
-        notes={f"differences from {reference}, paired by seed:": [meaning, *several], detected: notes},
+        notes={f"differences from {reference}, paired by seed:": [meaning, *remarks], detected: notes},
         csv_header=[*keys, "result", *_CSV],
     )
 
@@ -97,7 +98,7 @@ def _differences(group: RunGroup, base: RunGroup, key: str) -> dict[str, tuple[s
 
 def _have(one: RunGroup, other: RunGroup, name: str) -> bool:
     """Return whether the runs of both have a setting, which may be null."""
-    return all(name in {*group.runs[0].choices, *dict(flatten(group.runs[0].settings))} for group in (one, other))
+    return all(name in {*group.runs[0].choices, *dict(flatten(group.runs[0].settings or {}))} for group in (one, other))
 
 
 def _why_no_pair(pairs: Sequence[tuple[RunGroup, RunGroup | None]], bases: Sequence[RunGroup], key: str) -> str:

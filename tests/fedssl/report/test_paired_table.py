@@ -30,6 +30,7 @@ def test_differences_are_paired_over_common_seeds(runs: Path, tmp_path: Path, co
     assert row.split(maxsplit=3)[1:3] == ["knn", "3"]
     assert row.split(maxsplit=3)[3] == "+2.0 ± 1.0  -0.5 to +4.5  0.074    +1.1                 10"
     assert "krum" not in out
+    assert "1 of 2 rows have no reference with two seeds in common" in out
     assert "knn: 3.3 points with 3 seeds" in out
     command(runs, "--reference", "strategy=fedavg", "--out", tmp_path / "table.csv")
     table = pandas.read_csv(tmp_path / "table.csv")
