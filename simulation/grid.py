@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -12,8 +12,10 @@ from client_app.simulated import MARKER_KEY, SimulationMarker
 from client_app.state_store import FILE_STORE, StateStore, WriteBehind
 from fedssl.flower_internals import RUN_ID, SERVER_NODE, Run, assign_message_id, error_reply, set_task_identity
 from fedssl.machine.devices import is_gpu
-from server_app.build import RunComponents
 from server_app.nodes import ClientDirectory
+
+if TYPE_CHECKING:  # a slow import, which clients do not need
+    from server_app.build import RunComponents
 
 log = logging.getLogger("fedssl")
 
@@ -132,7 +134,7 @@ class LocalGrid(SimulatedGrid):
             self._store.flush()
 
 
-def run_local(components: RunComponents, records: Sequence[logging.LogRecord] = ()) -> None:
+def run_local(components: "RunComponents", records: Sequence[logging.LogRecord] = ()) -> None:
     """Run server and clients in this process. ``records`` were logged before."""
     from server_app.app import execute  # slow import
 
