@@ -18,14 +18,14 @@ def test_a_step_by_hand():
         loss = (weights[0] ** 2 + 2 * weights[1] ** 2).sum() / 2
         loss.backward()
         seen.append(buffer.item())
-        buffer.add_(1)
+        buffer.add_(loss.detach())
         return loss.detach()
 
     loss = optimizer.compute_gradient(backward, [buffer])
     assert loss.item() == 8.5
     assert [weight.item() for weight in weights] == [3, 2]
     assert [weight.grad.item() for weight in weights] == pytest.approx([3.3, 4.8])
-    assert buffer.item() == 1
+    assert buffer.item() == 8.5  # of the first pass
     assert seen == [0, 0]  # both passes are on the same queue
     optimizer.step()
     assert [weight.item() for weight in weights] == pytest.approx([2.67, 1.52])
