@@ -70,7 +70,7 @@ class Federation:
         client_ids = np.fromiter(self.nodes, np.int64, len(self.nodes))
         return _without(np.sort(client_ids), self.untrained_clients)
 
-    @property
+    @cached_property
     def num_trained_clients(self) -> int:
         """Return the number of clients that may train in some round, with devices that are not available now."""
         known = {*self.nodes, *self.directory.client_ids.values()}
