@@ -43,7 +43,8 @@ class ExtrapolatedSum:
     def finish(self) -> Layers:
         mean, old = self._mean.finish(), self._weights.layers
         spread = self._square / self._total
-        self.server_lr = max(1.0, spread / (2 * (self._norm(mean) + self._epsilon)))  # Eq. 8
+        size = 2 * (self._norm(mean) + self._epsilon)
+        self.server_lr = max(1.0, spread / size) if size else 1.0  # Eq. 8; without a mean change it has no effect
         if self.server_lr > 1:
             for name, start in old.items():
                 mean[name] = np.asarray(start + start.dtype.type(self.server_lr) * (mean[name] - start))  # Eq. 2

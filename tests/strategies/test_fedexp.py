@@ -70,3 +70,10 @@ def test_the_step_of_a_run_is_recorded(tmp_path):
     federation = Federation(tmp_path, "strategy=fedexp", "strategy.epsilon=1e-12", "wire_dtype=fp16")
     federation.run(2)
     assert federation.report.strategy_metrics["server_lr"] >= 1
+
+
+@pytest.mark.parametrize("models", [[1, 1], [0, 2]])
+def test_without_a_mean_change_the_model_stays(models):
+    """Clients that have not changed, or whose changes cancel, with epsilon=0: Eq. 8 divides by zero."""
+    new, lr, _ = extrapolated({"w": [1]}, [{"w": [model]} for model in models])
+    assert (new["w"].tolist(), lr) == ([1], 1)
