@@ -141,7 +141,7 @@ def test_wrong_images_end_the_first_block(run: Path, tmp_path: Path, monkeypatch
     [
         (["images={photos}/none"], "images: .*none is not a folder, a file or a pattern"),
         (["images={here}/empty"], "holds no image"),
-        (["images={here}/{{0..3}}.png"], "images=.* names 4 files, of which 4 do not exist"),
+        (["images={here}/{{0..3}}.png"], "images=.* names 4 files or patterns, of which 4 match no file"),
         (["out={here}"], "does not end in .parquet, .npy"),
         (["out={here}/a.txt"], "does not end in .parquet, .npy"),
         (["out={here}/none/a.npy"], "a folder that does not exist"),
