@@ -30,7 +30,6 @@ d. Learning, the rest, about 4.5 s for a round of both strategies: FedAvg and L-
 """
 
 import gc
-import io
 import json
 import multiprocessing
 import os
@@ -38,7 +37,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from glob import glob
@@ -58,7 +57,6 @@ SECONDS = 480  # of the whole run
 BUDGETS = {"a": 140, "b": 170, "c": 45, "d": SECONDS}  # seconds in which cases of a part start
 GRACE = 15  # seconds until a part is stopped after that
 PROBES = 25  # seconds that part d leaves for the evaluation
-MAX_PART = 15_000_000  # bytes of a file of the checkpoint
 TOLERANCE = 1e-2  # relative error of a loss: sums in another order change every step
 ROUNDS, BLOCK = 200, 5  # rounds of the paper, and rounds of one strategy before those of the other
 PROBED = 10  # rounds after which the paper has a row of FedAvg
@@ -204,6 +202,8 @@ def learning(options: Options, attempt: Attempt) -> None:
     """Train with both strategies in turn until the time ends, and evaluate the last models."""
     if options.data is None and not options.small:
         raise InputError("part d needs CIFAR-10; use --data 'FOLDER/*.parquet'")
+    from benchmarks.gpu_checkpoint import load, save
+
     kernel = "triton" if options.device == "cuda" else "torch"
     setting = DIGITS if options.small else [*TABLE_4, f"dataset.path={options.data}", f"gpu_augmentation={kernel}"]
     runs = {name: federation(*setting, f"device={options.device}", f"strategy={name}") for name in options.strategies}
@@ -233,36 +233,6 @@ def probe(run: Any) -> dict[str, float]:
     models = {name: model.layers for name, model in run.state.models.items()}
     results = components.evaluator.evaluate(load_each(components.method, models))
     return {protocol: score.value for found in results.values() for protocol, score in found.items()}
-
-
-def save(runs: Mapping[str, Any], output: Path) -> None:
-    """Write the models and their rounds as files ``checkpoint.0``, ``checkpoint.1``, ..."""
-    import numpy as np
-
-    arrays = {}
-    for name, run in runs.items():
-        arrays[f"{name}:round"] = np.asarray(run.state.round)
-        for layer, value in run.state.models["global"].layers.items():
-            arrays[f"{name}/{layer}"] = value.astype(np.float16) if value.dtype == np.float32 else value
-    buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
-    content = buffer.getvalue()
-    for number, start in enumerate(range(0, len(content), MAX_PART)):
-        (output / f"checkpoint.{number}").write_bytes(content[start : start + MAX_PART])
-
-
-def load(runs: Mapping[str, Any], first: Path) -> None:
-    """Set the states of the runs to those of the checkpoint with this first file."""
-    import numpy as np
-
-    from strategies.types import GLOBAL, GlobalModel, ServerState
-
-    files = sorted(first.parent.glob(f"{first.stem}.*"), key=lambda file: int(file.suffix[1:]))
-    arrays = np.load(io.BytesIO(b"".join(file.read_bytes() for file in files)))
-    for name, run in runs.items():
-        layers = {key.removeprefix(f"{name}/"): arrays[key] for key in arrays if key.startswith(f"{name}/")}
-        layers = {key: x.astype(np.float32) if x.dtype == np.float16 else x for key, x in layers.items()}
-        run.state = ServerState(round=int(arrays[f"{name}:round"]), models={GLOBAL: GlobalModel(layers=layers)})
 
 
 def part(name: str, options: Options, attempt: Attempt) -> None:

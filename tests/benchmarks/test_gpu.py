@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_checkpoint
 from benchmarks.gpu_wheels import BUILT, WHEELS, pinned
 from strategies.types import GLOBAL, GlobalModel, ServerState
 
@@ -69,13 +69,13 @@ def test_a_part_without_time_is_stopped(tmp_path):
 
 
 def test_checkpoints_in_parts_have_half_precision(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "MAX_PART", 100)
+    monkeypatch.setattr(gpu_checkpoint, "MAX_PART", 100)
     layers = {"weight": np.linspace(-1, 1, 400, dtype=np.float32), "num_batches_tracked": np.array(7)}
     state = ServerState(round=3, models={GLOBAL: GlobalModel(layers=layers)})
-    gpu.save({"fedavg": SimpleNamespace(state=state)}, tmp_path)
+    gpu_checkpoint.save({"fedavg": SimpleNamespace(state=state)}, tmp_path)
     assert len(list(tmp_path.iterdir())) > 10  # in which 10 follows 9
     run = SimpleNamespace(state=ServerState())
-    gpu.load({"fedavg": run}, tmp_path / "checkpoint.0")
+    gpu_checkpoint.load({"fedavg": run}, tmp_path / "checkpoint.0")
     loaded = run.state.models[GLOBAL].layers
     assert run.state.round == 3
     assert [(name, x.dtype) for name, x in loaded.items()] == [(name, x.dtype) for name, x in layers.items()]
