@@ -9,24 +9,22 @@ folder. A run in which clients fail, or that ends early, needs less.
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from flwr.app import Message, RecordDict
+from flwr.app import Message
 
 from client_app.worker import ClientWorker
-from fedssl.arrays import Layers
 from fedssl.config.load import load_settings, parse_client_config, with_run_folder
 from fedssl.config.saved_run import BASE_FOLDER
 from fedssl.config.settings import CalibrationSettings, Settings
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
 from fedssl.flower_internals import assign_message_id
-from fedssl.machine.devices import check_cuda_features, select_device
 from fedssl.machine.memory import peak_memory, reset_peak_memory
 from fedssl.machine.process import return_freed_memory
 from fedssl.rules import check_rules
@@ -35,13 +33,18 @@ from fedssl.training import number_of_batches
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
 from server_app.build import RunComponents, build_run
-from server_app.callbacks.order import can_evaluate_in_background
 from server_app.client_models import ClientModels
 from server_app.exchanges.base import in_client_order
 from server_app.round import Round
 from server_app.rules import COST_RULES
 from simulation.grid import LocalGrid, load_client_app
-from simulation.resources import RAY_OVERHEAD_SECONDS, EngineChoice, auto_engine, fit_local_clients
+from simulation.resources import (
+    RAY_OVERHEAD_SECONDS,
+    EngineChoice,
+    auto_engine,
+    check_local_cuda,
+    fit_local_clients,
+)
 from strategies.types import GLOBAL, ServerState
 
 log = logging.getLogger("fedssl")
@@ -69,7 +72,6 @@ class Measurement:
     update: ClientUpdate  # of a client of the last phase
     aggregation: float  # to validate and aggregate one update
     evaluation: float  # of a model in a round
-    observation: float  # of the collapse metrics of a model
     end: float  # of the final evaluation of a model
     worker_memory: int  # peak of a process after the training of a client
     server_memory: int  # peak after aggregation and evaluations, without the worker if clients train in other processes
@@ -138,8 +140,7 @@ def check_settings(settings: Settings) -> None:
         if unknown:
             raise InputError(f"plan=true {problem}")
     check_rules(COST_RULES, settings)
-    on_cpus = settings.engine.name == "ray" and settings.engine.client_gpus == 0
-    check_cuda_features(settings.training, select_device("cpu" if on_cpus else settings.machine.device))
+    check_local_cuda(settings)
 
 
 def choose_engine(settings: Settings) -> EngineChoice:
@@ -166,18 +167,12 @@ def compose_cost(
     if calibration is not None:
         num_images = int(len(load_federated(calibration.data).images) * calibration.share)
         server_steps = calibration.epochs * number_of_batches(num_images, settings.training.batch_size)
-    background = can_evaluate_in_background(components, engine.concurrency * settings.machine.threads)
     round_seconds = []
     for number, counts in enumerate(rounds, 1):
         steps = -(-counts.clients // engine.concurrency) * counts.steps / counts.clients + server_steps
         seconds = steps * measured.steps[phase_at(components.context.phases, number).number]
         seconds += counts.clients * measured.aggregation
-        if components.evaluator.due(number):
-            seconds += (counts.clients + counts.models) * measured.observation
-            evaluation = counts.models * measured.evaluation
-            # In the background it runs beside the next round, which takes about as long as this one.
-            seconds = max(seconds, evaluation) if background and number < len(rounds) else seconds + evaluation
-        round_seconds.append(seconds)
+        round_seconds.append(seconds + components.evaluator.due(number) * counts.models * measured.evaluation)
     end = (rounds[-1].models + 2) * measured.end  # with the untrained encoder and raw pixels
     return CostEstimate(
         engine=engine,
@@ -203,7 +198,7 @@ def count_rounds(components: RunComponents, update: ClientUpdate) -> list[RoundC
         oldest = min(saved[-recording.keep_checkpoints :], default=0)
         attempted = Round(components.federation, state, oldest_resumable=oldest)
         bytes_up, state_rounds = 0, dict(state.state_rounds)
-        for message, (client, slot) in zip(attempted.messages, attempted.slots.items(), strict=True):
+        for client, slot in attempted.slots.items():
             start, images = attempted.starts[slot.start], len(parts[client])
             layers, arrays = start.expected_upload.layers, start.expected_arrays.layers
             loaded = state.state_rounds.get(client, 0)
@@ -213,8 +208,8 @@ def count_rounds(components: RunComponents, update: ClientUpdate) -> list[RoundC
             key = (*layers, *(value.bit_length() // 7 for value in (number, images, *states)))
             if key not in sizes:
                 reply = replace(update, layers=layers, strategy_arrays=arrays, num_examples=images, state_rounds=states)
-                plan, codec = TrainPlan.from_content(message.content), components.context.codec
-                sizes[key] = content_bytes(reply.to_content(plan, codec))
+                plan = TrainPlan.from_content(attempted.contents[client])
+                sizes[key] = content_bytes(reply.to_content(plan, components.context.codec))
             bytes_up += sizes[key]
         models = {**state.models, **{name: start.model for name, start in attempted.starts.items()}}
         result.append(
@@ -248,43 +243,41 @@ def measure(components: RunComponents, *, separate_workers: bool) -> Measurement
     evaluator, models = components.evaluator, [(GLOBAL, components.method)]
     _forget_peak()
     with TemporaryDirectory(prefix="fedssl-plan-") as name:
-        steps, update = _measure_training(components, Path(name))
+        steps, update, attempted = _measure_training(components, Path(name))
         worker_memory = peak_memory()
         if separate_workers:
             _forget_peak()
-        aggregation = _measure_aggregation(components, update, Path(name))
-    evaluation = observation = 0.0
+        replies = _replies(components, attempted, update)
+        aggregation = _seconds_of(lambda: attempted.finish(in_client_order(replies, attempted.sent)))
+    evaluation = 0.0
     if evaluator.due(components.settings.rounds):
         evaluation = _seconds_of(lambda: evaluator.evaluate(models))
-        if components.monitor is not None:
-            layers, finish = components.context.initial_model().layers, components.monitor.finish
-            observation = min(_seconds_of(lambda: finish({GLOBAL: layers})) for _ in range(2))
     return Measurement(
         steps=steps,
         update=update,
-        aggregation=aggregation,
+        aggregation=aggregation / len(attempted.slots),
         evaluation=evaluation,
-        observation=observation,
         end=_seconds_of(lambda: evaluator.evaluate(models, final=True)),
         worker_memory=worker_memory,
         server_memory=peak_memory(),
     )
 
 
-def _measure_training(components: RunComponents, folder: Path) -> tuple[dict[int, float], ClientUpdate]:
-    """Return the seconds of a training step by the number of the phase, and the last update.
+def _measure_training(components: RunComponents, folder: Path) -> tuple[dict[int, float], ClientUpdate, Round]:
+    """Return the seconds of a training step by the number of the phase, the last update, and its round.
 
     The worker of a client process trains as a client of median size, with fewer steps if these take long.
     """
-    data, federation = components.client_data, components.federation
+    data = components.client_data
     assert data is not None
     settings = replace(parse_client_config(components.context.client_config), base_folders=(folder / BASE_FOLDER,))
     worker, images = ClientWorker(settings), np.concatenate(data.parts)
     sizes = [len(part) for client, part in enumerate(data.parts) if client not in data.few_images]
-    middle, trainings = int(median(sizes)), federation.strategy.client.trainings_per_round
+    middle, trainings = int(median(sizes)), components.federation.strategy.client.trainings_per_round
 
-    def train(content: RecordDict, client: int, *, num_images: int, steps: int) -> tuple[float, ClientUpdate]:
+    def train(*, num_images: int, steps: int) -> tuple[float, ClientUpdate]:
         """Train on one batch of a client with this many images in each step."""
+        client, content = next(iter(attempted.contents.items()))
         batch = -(-num_images // _num_batches(components, num_images))
         worker.client_indices = [images[:batch]] * (client + 1)
         worker.training = replace(worker.training, epochs=steps, batch_size=batch)
@@ -295,47 +288,39 @@ def _measure_training(components: RunComponents, folder: Path) -> tuple[dict[int
 
     seconds = {}
     for phase in components.context.phases:
-        attempted = Round(federation, ServerState(round=phase.first - 1))
-        content, client = attempted.messages[0].content, next(iter(attempted.slots))
-        train(content, client, num_images=max(sizes), steps=2)  # warm-up, and the peak memory of the run
-        short, _ = train(content, client, num_images=middle, steps=1)
+        attempted = _small_round(components, phase.first, folder)
+        train(num_images=max(sizes), steps=2)  # warm-up, and the peak memory of the run
+        short, _ = train(num_images=middle, steps=1)
         all_steps = steps_of_client(components, middle) // trainings
         steps = max(1, min(all_steps, int(STEP_SECONDS / short)))
-        seconds[phase.number], update = train(content, client, num_images=middle, steps=steps)
-    return seconds, update
+        seconds[phase.number], update = train(num_images=middle, steps=steps)
+    return seconds, update, attempted
 
 
-def _measure_aggregation(components: RunComponents, update: ClientUpdate, folder: Path) -> float:
-    """Return the seconds of the aggregation of a round of updates like this one, divided by their number."""
+def _small_round(components: RunComponents, number: int, folder: Path) -> Round:
+    """Return a round of at most `MAX_UPDATES` clients, which start from the untrained model."""
     context, settings, federation = components.context, components.settings, components.federation
-    number = min(context.clients_per_round, MAX_UPDATES)
-    settings = replace(settings, recording=replace(settings.recording, folder=folder))
-    federation = replace(
-        federation,
-        context=replace(context, clients_per_round=number, settings=settings),
-        policy=replace(federation.policy, extra=0),
+    context = replace(
+        context,
+        clients_per_round=min(context.clients_per_round, MAX_UPDATES),
+        settings=replace(settings, recording=replace(settings.recording, folder=folder)),
     )
-    per_client = federation.strategy.server.models_per_client
-    attempted = Round(federation, ServerState(models=ClientModels(folder, {}) if per_client else {}))
-    for message in attempted.messages:
+    federation = replace(federation, context=context, policy=replace(federation.policy, extra=0))
+    models = ClientModels(folder, {}) if federation.strategy.server.models_per_client else {}
+    return Round(federation, ServerState(round=number - 1, models=models))
+
+
+def _replies(components: RunComponents, attempted: Round, update: ClientUpdate) -> Iterator[Message]:
+    """Yield a reply of each client, with weights that differ by 0.1% from those it starts from."""
+    for client, message in zip(attempted.slots, attempted.messages, strict=True):
         assign_message_id(message)
-
-    def reply(client: int, message: Message) -> Message:
-        start = attempted.starts[attempted.slots[client].start]
-        changed = replace(update, layers=_changed(start.expected_upload.layers), partition_id=client)
+        layers = {
+            name: array * array.dtype.type(1.001) if array.dtype.kind == "f" else array.copy()
+            for name, array in attempted.starts[attempted.slots[client].start].expected_upload.layers.items()
+        }
         plan, codec = TrainPlan.from_content(message.content), components.context.codec
-        return Message(changed.to_content(plan, codec), reply_to=message)
-
-    replies = map(reply, attempted.slots, attempted.messages)
-    return _seconds_of(lambda: attempted.finish(in_client_order(replies, attempted.sent))) / number
-
-
-def _changed(layers: Layers) -> Layers:
-    """Return new arrays that differ by 0.1%."""
-    return {
-        name: array * array.dtype.type(1.001) if array.dtype.kind == "f" else array.copy()
-        for name, array in layers.items()
-    }
+        reply = replace(update, layers=layers, partition_id=client).to_content(plan, codec)
+        yield Message(reply, reply_to=message)
 
 
 def _forget_peak() -> None:

@@ -104,6 +104,14 @@ def check_local_resources(settings: Settings) -> None:
         fit_local_clients(settings, settings.clients_per_round)
 
 
+def check_local_cuda(settings: Settings) -> None:
+    """Raise `InputError` if clients need a feature of CUDA that their device on this machine lacks."""
+    from fedssl.machine.devices import check_cuda_features, select_device
+
+    on_cpus = settings.engine.name == "ray" and settings.engine.client_gpus == 0
+    check_cuda_features(settings.training, select_device("cpu" if on_cpus else settings.machine.device))
+
+
 def fit_local_clients(settings: Settings, max_clients: int) -> int:
     """Return the number of clients that Ray runs at once on this machine, see `fit_clients`."""
     from fedssl.machine.devices import count_accelerators

@@ -18,7 +18,14 @@ from fedssl.config.saved_run import resume_command, resume_overrides
 from fedssl.config.settings import MachineSettings, Settings
 from fedssl.errors import InputError, RunError, RunStopped
 from fedssl.runs.run import is_locked, read_summary
-from simulation.resources import EngineChoice, check_local_resources, choose_on_cpus, choose_on_gpus, server_on_gpus
+from simulation.resources import (
+    EngineChoice,
+    check_local_cuda,
+    check_local_resources,
+    choose_on_cpus,
+    choose_on_gpus,
+    server_on_gpus,
+)
 
 if TYPE_CHECKING:  # a slow import
     from server_app.build import RunComponents
@@ -104,7 +111,6 @@ class BuiltRun:
 
 def _build(settings: Settings) -> BuiltRun:
     """Build a run on this machine or a Ray cluster; raises `InputError` before anything starts."""
-    from fedssl.machine.devices import check_cuda_features, select_device
     from server_app.build import build_components
     from server_app.console import log_to_console
     from server_app.run_folder import check_new
@@ -123,8 +129,7 @@ def _build(settings: Settings) -> BuiltRun:
             lambda: LocalGrid(load_client_app(), num_clients=settings.num_clients),
         )
     if settings.engine.address is None:  # clients train on this machine
-        on_cpus = engine.engine == "ray" and settings.engine.client_gpus == 0
-        check_cuda_features(settings.training, select_device("cpu" if on_cpus else machine.device))
+        check_local_cuda(settings)
     if engine.engine == "auto":
         engine = choose_on_cpus(settings)
     if engine.reason:

@@ -20,7 +20,6 @@ MEASURED = Measurement(
     update=UPDATE,
     aggregation=0.125,
     evaluation=4.0,
-    observation=1.0,
     end=5.0,
     server_memory=1200,
     worker_memory=300,
@@ -78,20 +77,12 @@ class TestComposeCost:
         return [*QUICK, "partition=iid", "batch_size=8", "rounds=2", "evaluate_every=2"]
 
     def test_one_process(self, overrides, tmp_path):
-        """Updates 0.375 s. Round 2 is evaluated: 1 s for each of 4 models and 4 s. Final: three times."""
+        """Updates 0.375 s. Round 2 is evaluated: 4 s. Final: three times."""
         cost = compose_cost(build(overrides, tmp_path), MEASURED, LOCAL, build=2.0)
-        assert cost.round_seconds == [2.625, 10.625]
-        assert cost.seconds == 2 + 2.625 + 10.625 + 15
+        assert cost.round_seconds == [2.625, 6.625]
+        assert cost.seconds == 2 + 2.625 + 6.625 + 15
         assert (cost.memory, cost.worker_memory) == (1200, 0)
         assert cost.steps == 2 * 9
-
-    @pytest.mark.parametrize(("evaluation", "first"), [(9.0, 9.0), (3.0, 6.625)])
-    def test_evaluation_beside_the_next_round(self, overrides, tmp_path, monkeypatch, evaluation, first):
-        """Training, updates and collapse 6.625 s. The evaluation of the last round is waited for."""
-        monkeypatch.setattr("simulation.cost.can_evaluate_in_background", lambda components, cores: True)
-        measured = replace(MEASURED, evaluation=evaluation)
-        cost = compose_cost(build([*overrides, "evaluate_every=1"], tmp_path), measured, LOCAL, build=0.0)
-        assert cost.round_seconds == [first, 6.625 + evaluation]
 
     def test_ray(self, overrides, tmp_path):
         """Two of three clients at once: two turns of 0.75 s."""
@@ -111,7 +102,7 @@ class TestComposeCost:
         cost = compose_cost(build([*overrides, "strategy=local_only"], tmp_path), MEASURED, LOCAL, build=0.0)
         models = cost.rounds[-1].models
         assert models > 3
-        assert cost.round_seconds[1] - cost.round_seconds[0] == 4 * models + 3 + models
+        assert cost.round_seconds[1] - cost.round_seconds[0] == 4 * models
         assert cost.seconds == sum(cost.round_seconds) + 5 * (models + 2)
 
     def test_the_training_of_the_server(self, overrides, tmp_path):
@@ -164,7 +155,7 @@ def test_all_parts_of_a_run(tmp_path, short_measurements, strategy):
     overrides = ["evaluate_every=1", "collapse_images=16", "final_evaluation=knn", f"strategy={strategy}"]
     components = build([*QUICK, "clients_per_round=5", *overrides], tmp_path)
     measured = measure(components, separate_workers=True)
-    for name in ("aggregation", "observation", "evaluation", "end", "worker_memory"):
+    for name in ("aggregation", "evaluation", "end", "worker_memory"):
         assert getattr(measured, name) > 0, name
     assert measured.steps[1] > 0
     assert measured.update.state_rounds == (0, 0)
