@@ -86,7 +86,7 @@ def test_claims_have_the_papers_numbers_and_existing_rows():
     assert len({tuple(line.values()) for line in lines}) == len(lines)
 
 
-def test_every_gain_of_the_decision_tree_is_that_of_the_benchmark():
+def test_gains_of_the_decision_tree_are_those_of_the_benchmark():
     tree = (CONF.parent / "docs" / "choosing.md").read_text().partition("## Which strategy?")[2].partition("\n## ")[0]
     cited = re.findall(r"`([\w ]+)`(?: has)? ([+-][\d.]+) \(([+-][\d.]+) to ([+-][\d.]+)\)( for BYOL)?", tree)
     rows = read_rows()

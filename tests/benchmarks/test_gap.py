@@ -35,7 +35,7 @@ def test_every_image_is_in_one_batch_of_an_epoch(monkeypatch, case):
     assert max(groups) == (3 if case.grouped else 1)
 
 
-def test_joint_batch_norm_changes_a_step_and_group_norm_makes_it_equal():
+def test_joint_batch_norm_changes_a_step_unlike_group_norm():
     """Without batch norm, the joint pass has the same losses as one pass per batch, so the same step."""
     for norm, equal in (("group", True), ("batch", False)):
         results = []
@@ -51,7 +51,7 @@ def _first_kernel(training):
     return next(name for name, array in exchanged_layers(training.method).items() if array.ndim == 4)
 
 
-def test_the_search_is_at_least_as_good_as_fedavg_on_training_images(monkeypatch):
+def test_the_search_is_at_least_as_good_as_fedavg(monkeypatch):
     monkeypatch.setattr(gap, "CANDIDATES", 6)
     training = trained()
     updates = training.federate()

@@ -33,14 +33,14 @@ TUNED = [
 ]
 
 
-def test_a_row_has_the_rate_with_the_best_mean_over_tuning_seeds():
+def test_rows_have_the_rate_of_the_best_tuning_mean():
     assert best_rates("digits", [*TUNED, made("fedavg", 0.03, 0, 0.99, part="alpha 0.1")]) == {
         "fedavg": 0.1,
         "l_dawa": 0.3,
     }
 
 
-def test_only_tuned_rows_run_and_variants_have_the_rate_of_l_dawa():
+def test_tuned_rows_run_variants_with_the_rate_of_l_dawa():
     best = best_rates("digits", TUNED)
     jobs = STUDIES["digits"].jobs("digits", "alpha 0.1", best, None)
     assert {(job.row, job.rate) for job in jobs} == {("fedavg", 0.1), ("l_dawa", 0.3)}

@@ -297,7 +297,7 @@ def test_folders_of_ended_supervisors_are_removed(supervisor):
     assert Supervisor.of(os.getpid()).is_alive()
 
 
-def test_the_name_of_a_process_is_that_of_its_app_and_configuration(device, monkeypatch, tmp_path):
+def test_app_and_configuration_name_a_process(device, monkeypatch, tmp_path):
     config = dict(device.node_config)
     names = [process_name(config), process_name(config | {"threads": 2})]
     (tmp_path / "conf").mkdir()

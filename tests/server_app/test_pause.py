@@ -22,6 +22,6 @@ def test_a_paused_run_continues_with_the_same_bits(tmp_path):
     assert read_run(paused).command_overrides == read_run(tmp_path / "whole").command_overrides
 
 
-def test_a_pause_at_or_after_the_last_round_has_no_effect(tmp_path):
+def test_pausing_at_or_after_the_last_round_has_no_effect(tmp_path):
     run([*QUICK, "pause_after=3", f"output_dir={tmp_path / 'run'}"])
     assert ending(tmp_path / "run") == ("finished", 3, None)

@@ -41,7 +41,7 @@ def test_one_factor_at_a_time(tmp_path):
     ]
 
 
-def test_a_resumed_sweep_has_its_axes_and_adds_those_left_out(tmp_path):
+def test_a_resumed_sweep_adds_the_axes_left_out(tmp_path):
     names = [*axes_of(["experiment=review"], {})]
     first = jobs_of(tmp_path, *REVIEW, f"sweep.without=[{','.join(names)}]")
     assert len(first) == 2

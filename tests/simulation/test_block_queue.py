@@ -213,7 +213,7 @@ def test_a_sum_without_clients_is_not_taken():
     assert a.taken == []
 
 
-def test_calls_without_a_block_run_in_order_and_are_not_summed():
+def test_calls_without_a_block_are_ordered_and_not_summed():
     queue = BlockQueue()
     for number in range(3):
         queue.add(Call(message=number, payload=None))

@@ -236,7 +236,7 @@ def test_a_session_has_no_dashboard_and_no_autoscaler(hosts):
 
 
 @pytest.mark.heavy
-def test_all_clients_of_the_task_of_a_process_that_dies_fail(grid, tasks_of_three):
+def test_all_clients_of_a_dead_process_fail(grid, tasks_of_three):
     """Client 0 had finished, and its reply is lost; not if it took so long that it had its own task."""
     replies = ask(grid, **{"die-1": 1})
     assert {1, 2} <= {node - 2 for node, reply in replies.items() if reply.has_error()} <= {0, 1, 2}

@@ -53,7 +53,7 @@ def test_many_classes_in_many_dimensions_are_learned() -> None:
     assert (model.logits(signs).argmax(1) == np.arange(1000)).mean() > 0.99
 
 
-def test_noisy_labels_need_the_strongest_penalty_and_clear_ones_a_weak_one() -> None:
+def test_noisy_labels_need_a_stronger_penalty_than_clear_ones() -> None:
     x, labels = blobs([100, 100], dim=2, distance=2)
     groups = np.arange(200)
     assert best_penalty(x, labels, classes=["a", "b"], groups=groups, seed=0) < 1e-2

@@ -115,9 +115,7 @@ def test_an_image_of_something_else_is_unusual(run: Path, photos: Path) -> None:
 
 
 @pytest.mark.parametrize("labeled", [True, False])
-def test_images_to_label_next_are_read_as_labeled_once_labels_are_written(
-    run: Path, photos: Path, labeled: bool
-) -> None:
+def test_images_to_label_next_are_labeled_once_written(run: Path, photos: Path, labeled: bool) -> None:
     known = ["labeled=photos/labeled"] * labeled
     text = classify([f"run={run}", *known, "images=photos", "label_next=6", "out=p.csv"][: None if labeled else -1])
     assert "images to label next: label_next.csv" in text

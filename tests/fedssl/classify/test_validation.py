@@ -18,7 +18,7 @@ def test_interval_of_independent_images_is_wilsons(right: int, count: int) -> No
     assert found == pytest.approx((expected.low, expected.high), abs=1e-9)
 
 
-def test_interval_of_groups_that_are_alike_is_that_of_fewer_images() -> None:
+def test_groups_that_are_alike_count_as_fewer_images() -> None:
     # Four groups of five equal images, of which three are right:
     # spread = 4 / 3 * sum (s_g - p n_g)^2 / n^2 = 4 / 3 * (3 * (5 / 4)^2 + (15 / 4)^2) / 400 = 0.0625
     # effect = 0.0625 / (3 / 16 / 20) = 6.667, so that 20 images count as 3; Student's t with 3 degrees of freedom.
@@ -102,7 +102,7 @@ def test_temperature_restores_scaled_logits() -> None:
     assert fit_temperature(logits, labels) == pytest.approx(grid[np.argmin(losses)], rel=0.01)
 
 
-def test_a_temperature_is_used_only_if_it_lowers_the_held_out_loss() -> None:
+def test_a_temperature_must_lower_the_held_out_loss() -> None:
     generator = np.random.default_rng(0)
     logits = 2 * generator.normal(size=(600, 5))
     probabilities = np.exp(log_softmax(logits, axis=1))

@@ -62,7 +62,7 @@ def test_flags_have_two_values():
         flag_of("skip", "1")
 
 
-def test_a_folder_without_write_access_is_no_place_for_a_file(tmp_path, monkeypatch):
+def test_a_folder_without_write_access_takes_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda folder, mode: folder != tmp_path)  # root may write everywhere
     with pytest.raises(InputError, match=r"out=.*page.html is in a folder that you may not write"):
         check_output("out", tmp_path / "page.html", ".html")

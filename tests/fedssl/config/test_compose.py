@@ -42,7 +42,7 @@ def test_the_composition_of_any_choices_equals_hydras(overrides):
     is_equal_to_hydras(overrides)
 
 
-def test_choices_that_stay_in_their_group_need_no_further_composition_by_hydra(monkeypatch):
+def test_choices_within_their_group_need_no_further_composition(monkeypatch):
     """Digits, the default, has selected an augmentation; the others replace a choice that has set nothing else."""
     compose._composed(())
     compose._composed(("dataset=cifar10", "final_evaluation=none"))

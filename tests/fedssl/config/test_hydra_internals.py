@@ -8,7 +8,7 @@ from fedssl.config.hydra_internals import apply_overrides, parse_overrides, spli
 from fedssl.errors import InputError
 
 
-def test_what_is_done_with_an_override_does_not_change_the_next():
+def test_a_changed_override_does_not_change_the_next():
     first, again = (parse_overrides(["x.0.y=[1,{z: 2}]"])[0] for _ in range(2))
     config = OmegaConf.create({"x": [{}]})
     apply_overrides([first], config)

@@ -165,7 +165,7 @@ def test_owners_with_classes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert (test.classes, test.labels.tolist(), test.owner_names) == (("ant", "bee", "cow"), [0, 1, 2], ("eve",))
 
 
-def test_a_fifth_of_every_class_is_held_out_regardless_of_owners(tmp_path: Path) -> None:
+def test_a_fifth_of_every_class_is_held_out(tmp_path: Path) -> None:
     for owner in range(5):
         for name in ("ape", "cat"):
             for number in range(2):

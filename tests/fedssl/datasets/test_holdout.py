@@ -59,7 +59,7 @@ def test_held_out_images_are_those_of_the_test_split(tmp_path: Path) -> None:
     )
 
 
-def test_without_a_test_split_all_held_out_images_are_the_test(tmp_path: Path) -> None:
+def test_all_held_out_images_are_the_missing_test_split(tmp_path: Path) -> None:
     write(tmp_path, "train", [2, 0, 1, 2, 1, 0], named=False)
     overrides = ["dataset.held_out=real", "dataset.test_fraction=0.5"]
     data = settings(tmp_path, "pacs", *overrides)

@@ -113,7 +113,7 @@ def test_malicious_files_are_unreadable(content, reason):
         Decoding(channels=1, size=2)(content)
 
 
-def test_the_frame_that_is_checked_is_the_one_that_is_decoded():
+def test_the_checked_frame_is_the_decoded_one():
     values = np.array([[9, 8], [7, 6]], np.uint8)
     stream = io.BytesIO()
     Image.fromarray(values).save(stream, "JPEG2000", irreversible=False, no_jp2=True)

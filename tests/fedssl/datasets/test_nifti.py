@@ -125,7 +125,7 @@ def test_slope_and_intercept():
     assert (found.dtype, found[0, 1, 1]) == (np.uint16, 64015)
 
 
-def test_a_range_is_that_of_the_file_or_of_the_user():
+def test_the_user_or_the_file_gives_the_range():
     stored = np.arange(16, dtype=np.int16).reshape(4, 4, 1) - 4
     with pytest.raises(InputError, match=r"int16, from -4 to 11, without a known range; set dataset.window="):
         Decoding(channels=1, size=4)(nifti(stored))

@@ -144,7 +144,7 @@ def test_a_mixture_has_the_widest_dtype_of_a_sample():
     assert np.array_equal(reduced, (COLOR.transpose(2, 0, 1) // 256))
 
 
-def test_pillow_reduces_color_of_16_bits_so_that_a_path_is_needed(tmp_path):
+def test_color_of_16_bits_needs_a_path(tmp_path):
     (tmp_path / "deep.png").write_bytes(png(COLOR))
     preprocess = Preprocess(size=6, mean=(0.0,) * 3, std=(1.0,) * 3)
     with pytest.raises(InputError, match="Pillow reduces color of 16 bits to 8; give the path"):

@@ -54,7 +54,7 @@ def test_other_numbers_are_floats_of_the_window(kind):
     np.testing.assert_allclose(found[0], scaled(values, 100, 2000, 8), atol=1e-6)
 
 
-def test_signed_integers_keep_every_value_of_a_window_of_16_bits():
+def test_signed_integers_keep_every_value_of_16_bits():
     values = np.arange(-1024, 3072).reshape(64, 64)
     found = made(values, "int16", settings={"window": [-1024, 3071]})
     assert found.dtype == np.uint16
@@ -163,7 +163,7 @@ def test_tensors_of_all_dtypes_are_divided_by_their_maximum():
     assert unit_values(torch.tensor([0.0, 0.25])).tolist() == [0, 0.25]
 
 
-def test_an_image_of_8_bits_has_the_pixels_of_pillow_for_its_own_channels():
+def test_8_bits_have_the_pixels_of_pillow():
     values = np.random.default_rng(0).integers(0, 256, (8, 8, 4), dtype=np.uint8)
     found = made(values, "uint8", settings={"channels": 4, "size": 4})
     assert found.dtype == np.uint8

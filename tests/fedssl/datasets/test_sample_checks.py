@@ -86,7 +86,7 @@ def test_frames_and_values_without_a_window_are_a_warning():
     assert range_warnings([FILES["CT_small"]], Decoding(channels=1, size=8, window=[-160, 240])) == ()
 
 
-def test_values_that_are_not_finite_are_no_part_of_a_warning():
+def test_a_warning_ignores_values_that_are_not_finite():
     for value in (np.inf, np.nan):
         stream = io.BytesIO()
         Image.fromarray(np.array([[0, value]], np.float32)).save(stream, "TIFF")

@@ -156,7 +156,7 @@ def test_a_run_has_the_same_results_with_both(tmp_path, kind):
     assert found[0] == found[1]
 
 
-def test_a_slice_of_an_arrow_column_has_the_places_of_its_own_rows(tmp_path):
+def test_a_sliced_arrow_column_has_the_places_of_its_rows(tmp_path):
     """A record batch may share its buffers with others, and begin anywhere in them."""
     images = [bytes([number]) * (number + 1) for number in range(20)]
     table = pa.table({"img": pa.array(images)}).slice(5, 9)

@@ -180,7 +180,7 @@ def test_an_empty_folder_is_refused(run: Path, tmp_path: Path) -> None:
         explore(run, f"images={tmp_path / 'empty'}")
 
 
-def test_names_of_a_runs_images_have_no_path_of_the_machine(tmp_path: Path) -> None:
+def test_names_of_a_runs_images_have_no_path(tmp_path: Path) -> None:
     write_images(tmp_path / "photos", NAMES)
     path = str(tmp_path / "photos")
     data = read("train", channels=3, size=16, limit=None, path=path)

@@ -144,7 +144,7 @@ def test_only_a_gpu_takes_from_pinned_memory():
     assert to_device(here, torch.device("cpu")) is here
 
 
-def test_the_generators_of_the_device_and_of_the_cpu_are_seeded(monkeypatch):
+def test_the_generators_of_device_and_cpu_are_seeded(monkeypatch):
     seeded = []
     for kind in ("cuda", "xpu", "mps"):
         monkeypatch.setattr(getattr(torch, kind), "manual_seed", lambda seed, kind=kind: seeded.append((kind, seed)))

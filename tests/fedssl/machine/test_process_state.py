@@ -24,7 +24,7 @@ def _nothing_set_before(monkeypatch):
     monkeypatch.setattr(process_state, "_filters", [])
 
 
-def test_variables_return_in_the_next_block_unless_the_user_sets_them(monkeypatch):
+def test_variables_return_in_the_next_block_unless_set(monkeypatch):
     for name, value in {"SAME": "1", "CHANGED": "1", "REMOVED": "1"}.items():
         monkeypatch.setenv(name, value)
     before = dict(os.environ)

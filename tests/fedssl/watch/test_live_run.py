@@ -68,7 +68,7 @@ def test_a_run_is_followed_through_its_states(folder: Path, monkeypatch: pytest.
     assert read(run)["state"] == "interrupted"
 
 
-def test_a_run_has_the_baselines_of_an_equal_task_before_its_end(folder: Path):
+def test_a_run_has_the_baselines_of_an_equal_task(folder: Path):
     summary = json.loads((folder / "summary.json").read_text())
     final = {"federated": {"knn": 0.5}, "untrained": {"knn": 0.2, "linear": 0.1}, "pixels": {"knn": 0.4}}
     (folder / "summary.json").write_text(json.dumps({**summary, "final": final}))
@@ -138,7 +138,7 @@ def test_lines_of_other_programs_are_no_error(folder: Path, line: dict[str, Any]
     assert read(LiveRun(folder))["values"]["loss"] == [[1, 1], [2, 0.5]]
 
 
-def test_long_runs_are_thinned_without_losing_peaks_or_the_last_round():
+def test_thinned_runs_keep_their_peaks_and_the_last_round():
     points = {round: math.sin(round) for round in range(1, 10_001)} | {4321: 9.0, 8765: -9.0, 10_000: 0.5}
     found = thin(points)
     assert 300 < len(found) <= 400

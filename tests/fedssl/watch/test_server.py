@@ -48,7 +48,7 @@ def get(server: WatchServer, path: str, *, method: str = "GET", **headers: str) 
     return response.status, dict(response.headers), response.read()
 
 
-def test_page_and_values_are_served_below_the_key_with_any_prefix(server: WatchServer):
+def test_page_and_values_are_served_below_key_and_prefix(server: WatchServer):
     for prefix in ("", "/user/me/proxy/absolute/8765"):
         status, headers, content = get(server, prefix + server.path)
         assert status == 200
@@ -99,7 +99,7 @@ def test_a_folder_without_write_access_is_watched(server: WatchServer, tmp_path:
     assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
 
 
-def test_an_occupied_port_is_an_error_or_the_next_one_is_used(server: WatchServer, monkeypatch: pytest.MonkeyPatch):
+def test_an_occupied_port_is_refused_or_followed_by_the_next(server: WatchServer, monkeypatch: pytest.MonkeyPatch):
     port = server.server_address[1]
     with pytest.raises(InputError, match=f"port={port} cannot be used .*; choose another port, or port=0"):
         WatchServer(server.watcher, port=port)

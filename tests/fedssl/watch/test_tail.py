@@ -53,7 +53,7 @@ def test_damaged_lines_are_counted_and_left_out(file: Path):
     assert reader.unreadable == 4
 
 
-def test_a_large_file_is_read_in_parts_and_from_its_last_part(file: Path, monkeypatch: pytest.MonkeyPatch):
+def test_large_files_are_read_from_their_last_part(file: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tail, "CHUNK", 40)  # a line has 13 characters
     file.write_text(lines(*range(1, 10)))
     reader = Tail(file, max_bytes=60)

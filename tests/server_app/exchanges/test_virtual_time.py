@@ -277,7 +277,7 @@ def test_rounds_equal_a_simulation_event_by_event(seed, buffered, has_deadline, 
         assert {node - 2 for node in run.exchange.in_flight(timeout=2)} == set(flying)
 
 
-def test_a_client_that_arrives_when_it_goes_offline_is_in_time():
+def test_a_client_that_arrives_when_going_offline_is_in_time():
     run = Run([1.0, 3.0], availability=Online({1: OnlineTimes(((0.0, 3.0),))}))
     assert clients(run.round()) == [0, 1]
 
