@@ -134,9 +134,7 @@ class Fleet:
     def online(self) -> int:
         """How many SuperNodes the SuperLink counts as there."""
         port = EngineSettings(
-            name="deployment",
-            address=f"127.0.0.1:{self.port}",
-            root_certificates=str(self.keys / "ca.crt"),
+            name="deployment", address=f"127.0.0.1:{self.port}", root_certificates=str(self.keys / "ca.crt")
         )
         with control_api(port) as control:
             return sum(node.status == "online" for node in control.ListNodes(ListNodesRequest()).nodes_info)

@@ -132,14 +132,14 @@ FEATURES = {
     "lora-stack-ranks": [*LORA, "tuning.aggregation=stack", "tuning.ranks=[1,2,4]"],
     "lora-svd-ranks": [*LORA, "tuning.aggregation=svd", "tuning.ranks=[1,2,4]", "rounds=3"],
     "norm-filter-featarc": [
-        *("strategy=featarc", "strategy.num_images=16", "aggregation.max_norm_ratio=1.1", "num_clients=5"),
+        *("strategy=featarc", "strategy.num_images=16", "aggregation.max_norm_ratio=1.1", "num_clients=5")
     ],
     "norm-filter-krum": ["strategy=krum", "num_clients=6", "aggregation.max_norm_ratio=1.1"],
     "personalized-fedu": [
-        *("strategy=fedu", "method=byol", "evaluate_personalized=true", "unseen_clients=1", "clients_per_round=2"),
+        *("strategy=fedu", "method=byol", "evaluate_personalized=true", "unseen_clients=1", "clients_per_round=2")
     ],
     "privacy": [
-        *("privacy=central", "strategy=fedavg", "strategy.weighting=uniform", "encoder.norm=group", "rounds=3"),
+        *("privacy=central", "strategy=fedavg", "strategy.weighting=uniform", "encoder.norm=group", "rounds=3")
     ],
     "privacy-fedadam-speed": [
         *(*SPEED, "privacy=central", "strategy=fedavg", "strategy.weighting=uniform", "encoder.norm=group"),

@@ -6,17 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.claims import (
-    TABLE,
-    Claim,
-    counts,
-    outcome,
-    paired,
-    read_claims,
-    read_rows,
-    table,
-    to_text,
-)
+from benchmarks.claims import TABLE, Claim, counts, outcome, paired, read_claims, read_rows, table, to_text
 from benchmarks.fedssl_bench.suites import SUITES
 from fedssl.config.overrides import CONF
 from fedssl.report.significance import compare

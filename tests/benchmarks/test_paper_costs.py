@@ -27,11 +27,7 @@ def moco():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "aligned", "expected"),
-    [
-        ("layer_wise", True, "0.48"),
-        ("progressive", False, "0.57"),
-    ],
+    ("schedule", "aligned", "expected"), [("layer_wise", True, "0.48"), ("progressive", False, "0.57")]
 )
 def test_ratios_of_flops_of_the_paper(moco, schedule, aligned, expected):
     whole = paper_flops(moco, SCHEDULES["end_to_end"], image=IMAGE)

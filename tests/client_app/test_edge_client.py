@@ -121,10 +121,7 @@ ATTEMPTS = {
         "no setting 'augmentation._target_'",
     ),
     "a class in a value": (lambda plan: with_task(plan, clip_norm={"_target_": "antigravity.x"}), "the key '_target_'"),
-    "an interpolation": (
-        lambda plan: with_task(plan, encoder__width="${oc.env:HOME}"),
-        "width has an interpolation",
-    ),
+    "an interpolation": (lambda plan: with_task(plan, encoder__width="${oc.env:HOME}"), "width has an interpolation"),
     "a path": (lambda plan: with_task(plan, dataset__path="/"), "no setting 'dataset.path'"),
     "a run outside": (lambda plan: with_task(plan, run_id="../../evil"), "is not a valid run id"),
     "a choice": (
@@ -235,10 +232,7 @@ def test_images_of_16_bits_need_two_bytes_per_value(allowed, storage, plan, tmp_
         ({"data-path": "x", "state": "y"}, "the node's configuration has state; known are data-path, client-name"),
         ({"data-path": "x", "client-name": "../x"}, "InputError; see the log of the device"),
         ({"data-path": "x", "client-name": "a b"}, "client-name='a b' is not a valid client name"),
-        (
-            {"data-path": "x", "threads": 0},
-            "threads=0 of the node's configuration must be an integer of at least 1",
-        ),
+        ({"data-path": "x", "threads": 0}, "threads=0 of the node's configuration must be an integer of at least 1"),
         ({"data-path": "x", "max-rank": 0}, "max-rank=0 of the node's configuration must be an integer of at least 1"),
         ({"data-path": "x", "device": "tpu"}, "device=tpu but torch has cpu"),
         ({"data-path": "x", "limits": "/nowhere"}, "InputError; see the log of the device"),

@@ -33,11 +33,7 @@ STEM = "encoder.stem=imagenet and batch_size"
     [
         ([], 250, f"a training step takes about 2.7 GB of memory but this device allows 250 MB; set {STEM}=16"),
         ([], 900, f"this device allows 900 MB; set batch_size=16, or {STEM}=64"),
-        (
-            ["encoder.stem=imagenet"],
-            250,
-            "415 MB of memory but this device allows 250 MB; set batch_size=16",
-        ),
+        (["encoder.stem=imagenet"], 250, "415 MB of memory but this device allows 250 MB; set batch_size=16"),
         ([], 100, "this device allows 100 MB; no batch_size fits; set a smaller encoder or dataset.size"),
     ],
 )

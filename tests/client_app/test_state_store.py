@@ -122,10 +122,7 @@ def test_a_checkpoint_finds_all_states_written(tmp_path, monkeypatch):
     assert found == [[True] * 3] * 2
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [[], pytest.param(["strategy=per_ssl"], marks=pytest.mark.heavy)],
-)
+@pytest.mark.parametrize("overrides", [[], pytest.param(["strategy=per_ssl"], marks=pytest.mark.heavy)])
 def test_the_numbers_are_those_of_files_alone(tmp_path, monkeypatch, overrides):
     """States in memory are what was kept, although the next client trains in the same model."""
     run([*RUN, *overrides, f"output_dir={tmp_path / 'one'}"])

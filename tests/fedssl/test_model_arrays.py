@@ -19,8 +19,7 @@ OTHERS |= {(name, "orchestra") for name in STRATEGIES if name not in ("clustered
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [*sorted(CORE), *(pytest.param(*pair, marks=pytest.mark.heavy) for pair in sorted(OTHERS - CORE))],
+    ("name", "kind"), [*sorted(CORE), *(pytest.param(*pair, marks=pytest.mark.heavy) for pair in sorted(OTHERS - CORE))]
 )
 def test_strategies_with_methods_send_what_they_declare(tmp_path, name, kind):
     few = {"krum": 5, "trimmed_mean": 5}.get(name, 2)  # fewer would be refused

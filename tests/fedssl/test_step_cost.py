@@ -218,12 +218,7 @@ def test_every_method_and_regularizer_can_be_measured(overrides):
     images, labels = make_images(16, size=8), torch.arange(16) % 10
     before = copy.deepcopy(method.state_dict())
     costs = [
-        step_cost(
-            method,
-            images=images,
-            training=LocalTrainer.build(settings.training, method),
-            labels=labels,
-        )
+        step_cost(method, images=images, training=LocalTrainer.build(settings.training, method), labels=labels)
         for _ in range(2)
     ]
     assert costs[0] == costs[1]
@@ -243,9 +238,7 @@ def test_on_a_gpu():
         method = build_method(settings.model).to(device)
         state = torch.cuda.get_rng_state()
         result[device] = step_cost(
-            method,
-            images=make_images(64, size=8).to(device),
-            training=LocalTrainer.build(settings.training, method),
+            method, images=make_images(64, size=8).to(device), training=LocalTrainer.build(settings.training, method)
         )
         assert torch.equal(state, torch.cuda.get_rng_state())
     assert result["cuda"].flops == pytest.approx(result["cpu"].flops, rel=1e-3)  # views are cropped by other products

@@ -278,10 +278,7 @@ def test_numbers_are_given_in_the_order_of_places_and_names():
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (
-            ["method=supervised", "method.num_classes=2"],
-            "Supervised needs labels, and edge clients share no list",
-        ),
+        (["method=supervised", "method.num_classes=2"], "Supervised needs labels, and edge clients share no list"),
         (["calibration=auxiliary"], "uses a share of the clients' images, which stay on the devices"),
         (["optimizer._target_=torch.optim.RMSprop"], "a _target_ was changed or a node deleted"),
     ],

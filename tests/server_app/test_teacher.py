@@ -82,9 +82,7 @@ def test_what_does_not_fit_is_refused(tmp_path, overrides, sentence):
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        ["secure_aggregation=secagg_plus", "secure_aggregation.dropout_fraction=0"],
-    ],
+    [["secure_aggregation=secagg_plus", "secure_aggregation.dropout_fraction=0"]],
     ids=lambda overrides: overrides[0],
 )
 def test_what_hides_updates_refuses_a_dictionary_and_takes_a_teacher(tmp_path, overrides):

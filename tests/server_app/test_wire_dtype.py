@@ -61,7 +61,7 @@ def rounds(grid_class, folder, *overrides, number):
         *(
             pytest.param([*overrides, "wire_dtype=int8"], marks=[] if name in DEFAULT else pytest.mark.heavy, id=name)
             for name, overrides in EVERY.items()
-        ),
+        )
     ],
 )
 def test_a_network_gives_numbers_and_bytes_of_one_process(overrides, tmp_path):

@@ -32,10 +32,7 @@ def test_the_engine_sets_defaults_for_devices_which_overrides_replace():
     ("overrides", "sentence"),
     [
         (["engine.address=here"], r"engine.address=here is not an address \(it has no port\); give HOST:PORT"),
-        (
-            ["engine.address=fed.example.org:443"],
-            "without TLS anybody in between could run code",
-        ),
+        (["engine.address=fed.example.org:443"], "without TLS anybody in between could run code"),
         (["engine.root_certificates=/not/here"], r"engine.root_certificates=/not/here cannot be used \(.*No such file"),
         (["engine.root_certificates={file}"], "cannot be used .*; give the file ca.crt of deploy/keys.py"),
         (["method=nothing"], "method=nothing does not exist"),
@@ -61,10 +58,7 @@ def test_invalid_settings_are_rejected_before_submission(overrides, sentence, tm
         ),
         (["strategy=gossip"], "strategy=gossip is for simulations"),
         (["evaluate_personalized=true"], "evaluate_personalized and unseen_clients are for simulations"),
-        (
-            ["method=supervised", "dataset.num_classes=10"],
-            "Supervised needs labels, and edge clients share",
-        ),
+        (["method=supervised", "dataset.num_classes=10"], "Supervised needs labels, and edge clients share"),
         (["dataset=digits", "schedule=layer_wise", "rounds=4", "calibration=auxiliary"], "stay on the devices"),
         (["encoder=vit_tiny", "dataset.size=30"], "30"),
     ],

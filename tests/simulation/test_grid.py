@@ -25,10 +25,7 @@ def adding_app(*, fails=()):
         context.state["calls"] = MetricRecord({"n": calls})
         array = message.content.array_records["arrays"].to_numpy_ndarrays()[0]
         content = RecordDict(
-            {
-                "arrays": ArrayRecord([array + partition]),
-                "metrics": MetricRecord({"num-examples": 1, "calls": calls}),
-            }
+            {"arrays": ArrayRecord([array + partition]), "metrics": MetricRecord({"num-examples": 1, "calls": calls})}
         )
         return Message(content, reply_to=message)
 

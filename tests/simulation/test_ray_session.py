@@ -119,11 +119,7 @@ HERE = {"code of fedssl": "aa", "version of python": "3.11.7", "version of torch
     ("change", "has_folder", "message"),
     [
         ({"code of fedssl": "bb"}, True, r"host there has another code of fedssl \(bb\) than this one \(aa\)"),
-        (
-            {"version of torch": "2.12.0"},
-            True,
-            r"another version of torch \(2.12.0\) than this one \(2.11.0\)",
-        ),
+        ({"version of torch": "2.12.0"}, True, r"another version of torch \(2.12.0\) than this one \(2.11.0\)"),
         ({}, False, "host there cannot access /shared, .* set output_dir to a folder that all hosts share"),
     ],
 )
@@ -137,10 +133,7 @@ def test_a_host_that_differs_is_reported(change, has_folder, message):
     ("address", "message"),
     [
         ("somewhere", "engine.address=somewhere is not the address of a Ray cluster; set it to HOST:PORT or auto"),
-        (
-            "127.0.0.1:1",
-            "no Ray cluster of this machine at engine.address=127.0.0.1:1 .*refused.* `ray start --head`",
-        ),
+        ("127.0.0.1:1", "no Ray cluster of this machine at engine.address=127.0.0.1:1 .*refused.* `ray start --head`"),
     ],
 )
 def test_a_missing_cluster_is_reported(address, message):

@@ -27,9 +27,7 @@ from simulation.sweep import (
     split_options,
     waiting_jobs,
 )
-from simulation.sweep import (
-    plan_jobs as plan_state,
-)
+from simulation.sweep import plan_jobs as plan_state
 from simulation.sweep_progress import SweepProgress
 from tests.runs import read_summary
 

@@ -122,8 +122,7 @@ def test_updates_are_clustered_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "schedule"),
-    [(IFCA, "layer_wise"), ([*FEATARC, "strategy.assign_at=server"], "progressive")],
+    ("overrides", "schedule"), [(IFCA, "layer_wise"), ([*FEATARC, "strategy.assign_at=server"], "progressive")]
 )
 def test_clusters_grow_by_stages(tmp_path, overrides, schedule):
     federation = Federation(tmp_path, *overrides, f"schedule={schedule}", "rounds=4", "num_clients=3", "threads=1")

@@ -16,12 +16,7 @@ from strategies.m_dawa import MDAWA, m_dawa
 from strategies.types import CommunicationSummary
 from tests.arrays import same
 from tests.federation import Federation
-from tests.strategies.made import (
-    CLIENTS,
-    GLOBAL,
-    clients_of,
-    model,
-)
+from tests.strategies.made import CLIENTS, GLOBAL, clients_of, model
 
 
 def ever_needed(strategy):

@@ -138,11 +138,7 @@ def test_l_dawa_scales_one_factor_by_the_products_cosine():
     # (4, 3) instead of (3, 4): the cosine is 0.96. A single client's product is scaled once, as a dense weight is.
     start = GlobalLayers({FC.a: np.array([[3.0, 4]]), FC.b: np.array([[2.0], [0]])}, FactorPairs((FC,)))
     client = update(0, {FC.a: np.array([[4.0, 3]]), FC.b: np.array([[2.0], [0]])}, num_examples=1)
-    for layers in (
-        l_dawa(start, [client]),
-        m_dawa(start, [client]),
-        scale_layers(start, client.layers),
-    ):
+    for layers in (l_dawa(start, [client]), m_dawa(start, [client]), scale_layers(start, client.layers)):
         np.testing.assert_allclose(layers[FC.b], [[1.92], [0]])
         np.testing.assert_array_equal(layers[FC.a], [[4, 3]])
 

@@ -66,8 +66,7 @@ ZERO = {"a": np.zeros(1)}
 
 
 @pytest.mark.parametrize(
-    ("rule", "expected"),
-    [(median, 4), (trimmed_mean, 14 / 3), (krum, 2), (partial(krum, select=3), 7 / 3)],
+    ("rule", "expected"), [(median, 4), (trimmed_mean, 14 / 3), (krum, 2), (partial(krum, select=3), 7 / 3)]
 )
 def test_five_clients_by_hand(rule, expected):
     assert rule(ZERO, FIVE)["a"] == pytest.approx(expected)

@@ -17,15 +17,7 @@ from strategies.loss_weighted import loss_weighted
 from strategies.m_dawa import m_dawa
 from strategies.weighted_sum import WeightedSum, num_per_block
 from tests.arrays import same
-from tests.strategies.made import (
-    all_layers,
-    clients_of,
-    every_rule,
-    every_weighted_sum,
-    layers,
-    model,
-    update,
-)
+from tests.strategies.made import all_layers, clients_of, every_rule, every_weighted_sum, layers, model, update
 
 
 def slowly(start, updates, *, beta, scale, buffers, normalize):

@@ -204,10 +204,7 @@ def test_global_views_come_first_and_sizes_are_fractions():
         ([], "augmentation.views has no global view; set role=global in one of its recipes"),
         ([{"role": "local"}], "augmentation.views has no global view"),
         ([{"count": 0}], "augmentation.views has no global view"),
-        (
-            [{"count": 1.5}],
-            "augmentation.views.0.count=1.5 must be an integer from 0 to 1024",
-        ),
+        ([{"count": 1.5}], "augmentation.views.0.count=1.5 must be an integer from 0 to 1024"),
         ([{"size": 0}, {}], "augmentation.views.0.size=0 must be a number above 0 and at most 1"),
         ([{}, {"size": 0.25}], "size=0.25 gives views of 2 pixels; set it to at least 0.5, for views of 4 pixels"),
         ([{"rol": "local"}, {}], "rol is not a setting of a view; use one of: role"),

@@ -116,17 +116,11 @@ def test_views_have_masks_that_depend_on_the_generator_alone(kind):
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (
-            {"kind": "disk", "patch": 2},
-            "views.0.mask.kind=disk must be random or block or multi_block",
-        ),
+        ({"kind": "disk", "patch": 2}, "views.0.mask.kind=disk must be random or block or multi_block"),
         ({"patch": 2}, "mask.kind=null must be random or"),
         ({"kind": "random", "patch": None}, "only a vision transformer has; set encoder=vit_tiny"),
         ({"kind": "random", "patch": 0}, "mask.patch=0 must be an integer from 1"),
-        (
-            {"kind": "random", "patch": 2, "ratio": 1.0},
-            "ratio=1.0 must be a number above 0 and below 1",
-        ),
+        ({"kind": "random", "patch": 2, "ratio": 1.0}, "ratio=1.0 must be a number above 0 and below 1"),
         ({"kind": "random", "patch": 2, "ratio": 0}, "ratio=0 must be a number above 0"),
         ({"kind": "random", "patch": 2, "prob": 0.5}, "mask.prob is not a setting of masks of kind random; use ratio"),
         ({"kind": "block", "patch": 2, "prob": 0}, "prob=0 must be a number above 0 and at most 1"),

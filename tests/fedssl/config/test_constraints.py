@@ -81,17 +81,11 @@ def test_a_module_may_have_the_ranges_of_its_own_settings() -> None:
         ("augmentation.views.0.count=1000000000", r"views.0.count=1000000000 must be at most 1,024"),
         ("augmentation.views.1.brightness=inf", r"views.1.brightness=inf must be a finite number of at least 0"),
         ("augmentation.views.0.blur_prob=true", r"views.0.blur_prob=true must be a number from 0 to 1"),
-        (
-            "augmentation.views.0.blur_sigma=[0.1,inf]",
-            r"blur_sigma=\[0.1, inf\] must be a list \[low, high\]",
-        ),
+        ("augmentation.views.0.blur_sigma=[0.1,inf]", r"blur_sigma=\[0.1, inf\] must be a list \[low, high\]"),
         ("augmentation.views=3", r"augmentation.views=3 must be a list of mappings"),
         ("augmentation.views=[3]", r"augmentation.views=\[3\] must be a list of mappings"),
         ("dataset.mean=[1e300]", r"mean=\[1e\+300\] must be a list of numbers from -100000"),
-        (
-            "schedule=layer_wise schedule.rounds_per_stage=[1,true]",
-            r"skewed, or a list of integers of at least 1",
-        ),
+        ("schedule=layer_wise schedule.rounds_per_stage=[1,true]", r"skewed, or a list of integers of at least 1"),
         (
             "augmentation.views.7.count=2",
             r"there is no setting 'augmentation.views.7.count'; did you mean augmentation.views.0",

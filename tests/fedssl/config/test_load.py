@@ -54,10 +54,7 @@ def test_every_file_composes(overrides):
     [
         (["rouns=3"], r"no setting 'rouns'; did you mean rounds"),
         (["partition.alpa=0.1"], r"no setting 'partition.alpa'; did you mean partition.alpha"),
-        (
-            ["+aggregation.min_update=2"],
-            r"no setting aggregation.min_update; did you mean min_updates",
-        ),
+        (["+aggregation.min_update=2"], r"no setting aggregation.min_update; did you mean min_updates"),
         (["strategy=fedvag"], r"strategy=fedvag does not exist; did you mean fedavg .*; choose one of .*l_dawa"),
         (["strategy=fedavg,l_dwa"], r"strategy=l_dwa does not exist; did you mean l_dawa"),
         (["method=glob(fedu/*)"], r"method=glob\(fedu/\*\) matches no choice .* name some of .*fedu/byol"),

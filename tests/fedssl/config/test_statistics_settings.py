@@ -3,12 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from fedssl.config.statistics_settings import (
-    StatisticsSettings,
-    measured_keys,
-    request_statistics,
-    without_requests,
-)
+from fedssl.config.statistics_settings import StatisticsSettings, measured_keys, request_statistics, without_requests
 from fedssl.errors import InputError
 
 

@@ -15,9 +15,7 @@ from pydicom.encaps import encapsulate
 from pydicom.filebase import DicomBytesIO
 from pydicom.filewriter import write_dataset
 from pydicom.sequence import Sequence
-from pydicom.uid import (
-    RLELossless,
-)
+from pydicom.uid import RLELossless
 
 from fedssl.datasets import dicom, formats
 from fedssl.datasets.decoding import Decoding, Page, unreadable_reason

@@ -97,10 +97,7 @@ def test_a_column_names_the_owners(tmp_path: Path, kind: pa.DataType) -> None:
     [
         (None, r"no column 'who' \(it has \['img', 'label'\]\).*dataset\.owner=null"),
         (pa.array([0.5, 1.0]), r"dataset\.owner=who is of type double; an integer or string column is needed"),
-        (
-            pa.array(["ann", None]),
-            r"dataset\.owner=who has no value in 1 of 2 rows, first row 1 of .*give every image",
-        ),
+        (pa.array(["ann", None]), r"dataset\.owner=who has no value in 1 of 2 rows, first row 1 of .*give every image"),
     ],
 )
 def test_owners_that_cannot_be_used_are_one_sentence(tmp_path: Path, column: pa.Array | None, message: str) -> None:

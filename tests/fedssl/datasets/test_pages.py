@@ -155,14 +155,8 @@ def test_color_of_16_bits_needs_a_path(tmp_path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (
-            tiff(np.zeros((6, 6, 65), np.uint16), **BANDS),
-            "it has 65 channels, and 64 are the maximum",
-        ),
-        (
-            tiff(np.zeros((6, 6, 13), np.complex64), **BANDS),
-            "its values are not those of an image",
-        ),
+        (tiff(np.zeros((6, 6, 65), np.uint16), **BANDS), "it has 65 channels, and 64 are the maximum"),
+        (tiff(np.zeros((6, 6, 13), np.complex64), **BANDS), "its values are not those of an image"),
         (b"P3 1 1 4095\n1 2 3\n", "it is plain PPM with more than 8 bits"),
         (png(COLOR)[:60], ""),
         (tiff(COLOR, photometric="rgb")[:-20], ""),

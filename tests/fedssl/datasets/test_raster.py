@@ -5,15 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedssl.datasets.raster import (
-    MAXIMA,
-    PixelSettings,
-    Raster,
-    convert,
-    percentiles_of,
-    raster_to_array,
-    unit_values,
-)
+from fedssl.datasets.raster import MAXIMA, PixelSettings, Raster, convert, percentiles_of, raster_to_array, unit_values
 from fedssl.errors import InputError
 
 

@@ -226,8 +226,7 @@ def test_unusable_compressed_shards_are_one_sentence(tmp_path: Path, content: by
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "command"),
-    [("a.tar.bz2", "w:bz2", "tar xf FILE -C FOLDER"), ("a.png.gz", "w", "gunzip FILE")],
+    ("name", "mode", "command"), [("a.tar.bz2", "w:bz2", "tar xf FILE -C FOLDER"), ("a.png.gz", "w", "gunzip FILE")]
 )
 def test_the_remedy_for_other_archives_works(tmp_path: Path, name: str, mode: str, command: str) -> None:
     if mode == "w":

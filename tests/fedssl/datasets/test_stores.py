@@ -32,10 +32,7 @@ def test_decoded_and_encoded_images_are_the_same_data_set(tmp_path, reads, kind,
     location, unreadable = tmp_path / "cache" if cached else None, 0
     for split in ("federated", "test"):
         plain = load(tmp_path / "data", kind, None, split, limit=limit, storage="decoded")
-        for kept_as, form in (
-            ("decoded", MappedImages if cached else TensorImages),
-            ("encoded", EncodedImages),
-        ):
+        for kept_as, form in (("decoded", MappedImages if cached else TensorImages), ("encoded", EncodedImages)):
             for number in range(2 if cached else 1):  # made, and read
                 reads.clear()
                 found = load(tmp_path / "data", kind, location, split, limit=limit, storage=kept_as)

@@ -156,11 +156,7 @@ def test_every_yaml_builds(file: str) -> None:
         (resnet18(channels=3, size=8), (1, 8, 8), "at its default, or use images with 3 channels$"),
         (resnet18(channels=4, size=8, stem="imagenet"), (3, 8, 8), "encoder.channels=4"),
         (vit_tiny(channels=1, size=8, depth=1), (3, 8, 8), "encoder.channels=1"),
-        (
-            vit_tiny(channels=3, size=8, depth=1),
-            (3, 12, 12),
-            "encoder.size=8 but the images have 12x12 pixels; leave",
-        ),
+        (vit_tiny(channels=3, size=8, depth=1), (3, 12, 12), "encoder.size=8 but the images have 12x12 pixels; leave"),
         (vit_tiny(channels=3, size=8, depth=1), (3, 8, 12), "have 8x12 pixels.*use images of 8x8$"),
     ],
 )

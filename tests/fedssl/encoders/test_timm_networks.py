@@ -39,11 +39,7 @@ def test_timm_encoders_are_timms_networks(name, size, stages, first, last, argum
         ("test_vit.r160_in1k", 32, "set encoder.name=test_vit encoder.weights=timm:test_vit.r160_in1k"),
         ("vgg11_", 32, "is not an architecture of timm"),
         ("inception_v3", 32, "cannot encode images of 3 x 32 x 32 .*set dataset.size to a size"),
-        (
-            "test_vit2",
-            30,
-            "encoder.name=test_vit2 cannot encode images of 3 x 30 x 30",
-        ),  # no multiple of a patch
+        ("test_vit2", 30, "encoder.name=test_vit2 cannot encode images of 3 x 30 x 30"),  # no multiple of a patch
     ],
 )
 def test_bad_names_and_sizes_are_rejected(name, size, message):

@@ -111,10 +111,7 @@ def test_alpha_req_against_the_normal_equations():
     values = torch.linalg.eigvalsh(torch.cov(h.T, correction=0)).flip(0)
     # x^T W x slope = x^T W y with columns log(rank) and 1, and weights 1 / rank on the diagonal of W.
     ranks = torch.arange(4, 41, dtype=torch.float64)
-    x, y = (
-        torch.stack([ranks.log(), torch.ones_like(ranks)], dim=1),
-        values[3:].log(),
-    )
+    x, y = (torch.stack([ranks.log(), torch.ones_like(ranks)], dim=1), values[3:].log())
     slope, _ = torch.linalg.solve(x.T @ torch.diag(1 / ranks) @ x, x.T @ torch.diag(1 / ranks) @ y).tolist()
     assert alpha_req(h) == pytest.approx(-slope)
 

@@ -37,10 +37,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
             {f"linear_{n}_percent{ending}" for n in (1, 10) for ending in ("", "_std")},
             marks=pytest.mark.heavy,
         ),
-        (
-            "probes",
-            {"knn", "linear", *(f"linear_{n}_per_class{ending}" for n in (2, 5) for ending in ("", "_std"))},
-        ),
+        ("probes", {"knn", "linear", *(f"linear_{n}_per_class{ending}" for n in (2, 5) for ending in ("", "_std"))}),
     ],
 )
 def test_every_yaml_works_in_both_groups(name: str, keys: set[str]):

@@ -5,25 +5,13 @@ import math
 
 import pytest
 
-from fedssl.evaluation.scores import (
-    Score,
-    as_scores,
-    format_table,
-    mean_over_models,
-    to_flat_dict,
-    units_of,
-)
+from fedssl.evaluation.scores import Score, as_scores, format_table, mean_over_models, to_flat_dict, units_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_scores_round_trip_through_files():
-    scores = {
-        "knn": Score(0.5),
-        "few": Score(0.25, std=0.1),
-        "loss": Score(2.5, "nats", 0.5),
-        "epochs": Score(3, ""),
-    }
+    scores = {"knn": Score(0.5), "few": Score(0.25, std=0.1), "loss": Score(2.5, "nats", 0.5), "epochs": Score(3, "")}
     numbers, units = to_flat_dict(scores), units_of(scores)
     assert numbers == {"knn": 0.5, "few": 0.25, "few_std": 0.1, "loss": 2.5, "loss_std": 0.5, "epochs": 3}
     assert units == {"knn": "accuracy", "few": "accuracy", "loss": "nats", "epochs": ""}

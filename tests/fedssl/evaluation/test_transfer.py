@@ -40,10 +40,7 @@ def test_a_data_set_without_labeled_test_images_is_refused():
     ("overrides", "sentence"),
     [
         (["evaluation=transfer"], "evaluation=transfer or domains needs a data set: add"),
-        (
-            [*OTHER, "evaluation.datasets.few.channels=3"],
-            "needs images with 1 channel.s. but datasets.few.channels=3",
-        ),
+        ([*OTHER, "evaluation.datasets.few.channels=3"], "needs images with 1 channel.s. but datasets.few.channels=3"),
     ],
 )
 def test_invalid_settings_are_one_sentence(overrides, sentence):

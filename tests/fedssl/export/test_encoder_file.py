@@ -43,10 +43,7 @@ VIT = {"channels": 3, "size": 8, "patch": 2, "depth": 2}
             resnet18(channels=3, size=32),
             {"_target_": "fedssl.encoders.resnet18", "channels": 3, "size": 32, "stem": "small"},
         ),
-        (
-            vit_tiny(channels=3, size=8, patch=2, depth=2),
-            {"_target_": "fedssl.encoders.vit_tiny", **VIT},
-        ),
+        (vit_tiny(channels=3, size=8, patch=2, depth=2), {"_target_": "fedssl.encoders.vit_tiny", **VIT}),
         (
             vit_tiny(channels=3, size=8, patch=2, depth=2, positions="sincos"),
             {"_target_": "fedssl.encoders.vit_tiny", **VIT, "positions": "sincos"},

@@ -177,9 +177,7 @@ def test_other_hub_folders_are_loaded_by_fedssl_and_have_cards(run: Path, monkey
 @pytest.mark.heavy
 @pytest.mark.parametrize("form", ["onnx", "torch_export", "safetensors"])
 @pytest.mark.parametrize(
-    "settings",
-    [VIT, {**VIT, "pool": "mean", "registers": 2}, RESNET],
-    ids=["token", "mean", "resnet18"],
+    "settings", [VIT, {**VIT, "pool": "mean", "registers": 2}, RESNET], ids=["token", "mean", "resnet18"]
 )
 def test_every_format_has_every_architecture(form: str, settings: dict[str, Any], tmp_path: Path):
     source = source_of(tmp_path, settings)
@@ -223,8 +221,7 @@ def test_formats_that_have_no_adapters_reject_them(tmp_path: Path):
         export(source, "timm", tmp_path / "x.timm.safetensors")
     source = dataclasses.replace(source, run=read_run(tmp_path))
     with pytest.raises(
-        InputError,
-        match=r"adapter.safetensors does not exist: format=peft is for runs with tuning=lora and .*; choose",
+        InputError, match=r"adapter.safetensors does not exist: format=peft is for runs with tuning=lora and .*; choose"
     ):
         export(source, "peft", tmp_path / "x")
 

@@ -6,15 +6,7 @@ import json
 import pytest
 
 from fedssl.errors import InputError, RequestRefused
-from fedssl.fleet.availability import (
-    USAGE_FILE,
-    Usage,
-    add_usage,
-    check_hours,
-    check_power,
-    parse_hours,
-    read_usage,
-)
+from fedssl.fleet.availability import USAGE_FILE, Usage, add_usage, check_hours, check_power, parse_hours, read_usage
 from fedssl.fleet.limits import Limits, read_limits
 
 

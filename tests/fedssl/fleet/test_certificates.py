@@ -31,10 +31,7 @@ def self_signed(start, end):
         (lambda keys: (keys / "ca.crt").read_bytes() + (keys / "ca.key").read_bytes(), "it contains a private key"),
         (lambda keys: (keys / "nodes" / "garden.key").read_bytes(), "it contains a private key"),
         (lambda keys: (keys / "nodes" / "garden.pub").read_bytes(), "it contains no certificate in PEM format"),
-        (
-            lambda keys: (keys / "server.crt").read_bytes(),
-            "the certificate of an authority, but one that CN=fedssl",
-        ),
+        (lambda keys: (keys / "server.crt").read_bytes(), "the certificate of an authority, but one that CN=fedssl"),
         (lambda keys: (keys / "ca.crt").read_bytes()[:300], "it contains no certificate in PEM format"),
         (lambda keys: b"", "it contains no certificate in PEM format"),
         (lambda keys: b"x" * 2**21, "it has 2,097,152 bytes but the maximum is 1,048,576"),

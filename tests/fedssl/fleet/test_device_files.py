@@ -72,8 +72,7 @@ def test_the_stated_command_replaces_an_unusable_key(setup, kit, folder, make, r
 
 
 @pytest.mark.parametrize(
-    ("file", "content"),
-    [("ca.crt", b"damaged"), ("ca.crt", None), ("device.json", b"{}"), ("node.env", b"X='")],
+    ("file", "content"), [("ca.crt", b"damaged"), ("ca.crt", None), ("device.json", b"{}"), ("node.env", b"X='")]
 )
 def test_a_damaged_file_is_one_sentence_of_status(setup, device, folder, file, content):
     setup()

@@ -48,10 +48,7 @@ def view(run=None, **thresholds):
         ({"min_devices": 1}, []),
         ({"min_devices": 2}, ["1 devices are online, fewer than 2"]),
         ({"max_hours": 11}, ["device shed has never connected"]),
-        (
-            {"max_hours": 9.9},
-            ["device <b>roof</b> was last online 10.0 hours ago", "device shed has never connected"],
-        ),
+        ({"max_hours": 9.9}, ["device <b>roof</b> was last online 10.0 hours ago", "device shed has never connected"]),
     ],
 )
 def test_alerts(thresholds, alerts):

@@ -200,10 +200,7 @@ def test_prototypes_frozen_in_round_one_are_captured_anew():
     ("overrides", "sentence"),
     [
         (["optimizer.fused=false"], r"cuda_graphs=true needs optimizer\.fused=true or null"),
-        (
-            ["+optimizer.dampening=0.1"],
-            r"dampening=0\.1 .*; set optimizer\.dampening=0 or cuda_graphs=false",
-        ),
+        (["+optimizer.dampening=0.1"], r"dampening=0\.1 .*; set optimizer\.dampening=0 or cuda_graphs=false"),
         (["method=fedca"], r"the steps of FedCA differ with these settings; set cuda_graphs=false"),
         (["regularizer=fur", "regularizer.gpu_iter=0"], "the steps of FUR differ"),
     ],

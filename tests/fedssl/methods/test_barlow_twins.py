@@ -2,9 +2,7 @@
 
 import torch
 
-from fedssl.losses import (
-    barlow_twins,
-)
+from fedssl.losses import barlow_twins
 from fedssl.methods.barlow_twins import BarlowTwins
 from fedssl.views import Views
 from tests.fedssl.methods.made import HEAD, encoder, views

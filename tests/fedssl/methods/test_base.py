@@ -9,12 +9,7 @@ from torch import nn
 
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from fedssl.losses import (
-    barlow_twins,
-    barlow_twins_unbiased,
-    nt_xent,
-    nt_xent_one_sided,
-)
+from fedssl.losses import barlow_twins, barlow_twins_unbiased, nt_xent, nt_xent_one_sided
 from fedssl.methods.barlow_twins import BarlowTwins
 from fedssl.methods.base import build_method
 from fedssl.methods.heads import MLP
@@ -231,10 +226,7 @@ PARTS = {
         f"encoder projector prototypes center {TEACHER}",
         "",
     ),
-    "ibot method.freeze_last_layer_rounds=0": (
-        "encoder projector prototypes center patch_center mask_token",
-        TEACHER,
-    ),
+    "ibot method.freeze_last_layer_rounds=0": ("encoder projector prototypes center patch_center mask_token", TEACHER),
     "ibot method.freeze_last_layer_rounds=0 method.target_init=average": (
         f"encoder projector prototypes center patch_center mask_token {TEACHER}",
         "",

@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedssl.losses import (
-    byol,
-)
+from fedssl.losses import byol
 from fedssl.methods.byol import BYOL
 from fedssl.views import Views
 from tests.fedssl.methods.made import HEAD, encoder, step, views

@@ -151,12 +151,7 @@ def test_what_is_exchanged(target_init: str) -> None:
 
 @pytest.mark.parametrize(
     ("target_init", "first", "copied"),
-    [
-        ("persist", True, True),
-        ("persist", False, False),
-        ("reset", False, True),
-        ("average", True, False),
-    ],
+    [("persist", True, True), ("persist", False, False), ("reset", False, True), ("average", True, False)],
 )
 def test_the_teacher_at_the_start_of_a_round(target_init: str, first: bool, copied: bool) -> None:
     method = make_dino(target_init=target_init, freeze_last_layer_rounds=0)

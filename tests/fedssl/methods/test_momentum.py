@@ -105,11 +105,7 @@ def test_stages_send_the_targets_of_what_is_trained(tmp_path):
 
 @pytest.mark.parametrize(("target", "update"), [("reset", "both")])
 def test_fedavg_is_two_cells_of_fedus_table_4(tmp_path, target, update):
-    overrides = [
-        "clients_per_round=2",
-        "method=byol",
-        f"method.target_init={target}",
-    ]
+    overrides = ["clients_per_round=2", "method=byol", f"method.target_init={target}"]
     plain = run(tmp_path / "fedavg", *overrides, "strategy=fedavg")
     cell = ["strategy=fedu", f"strategy.update={update}", "strategy.predictor=global"]
     fedu = run(tmp_path / "fedu", *overrides, *cell)

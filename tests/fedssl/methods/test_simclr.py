@@ -2,9 +2,7 @@
 
 import torch
 
-from fedssl.losses import (
-    nt_xent,
-)
+from fedssl.losses import nt_xent
 from fedssl.methods.simclr import SimCLR
 from fedssl.views import Views
 from tests.fedssl.methods.made import HEAD, encoder, views

@@ -2,9 +2,7 @@
 
 import torch
 
-from fedssl.losses import (
-    negative_cosine,
-)
+from fedssl.losses import negative_cosine
 from fedssl.methods.simsiam import SimSiam
 from fedssl.views import Views
 from tests.fedssl.methods.made import HEAD, encoder, views

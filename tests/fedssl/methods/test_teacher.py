@@ -64,10 +64,7 @@ def test_features_are_those_of_the_saved_encoder(tmp_path, overrides, cache_byte
     teacher = build_teacher(described)
     load_weights(file, teacher)
     features = TeacherFeatures(
-        size=described["arguments"]["size"],
-        mean=described["mean"],
-        std=described["std"],
-        cache_bytes=cache_bytes,
+        size=described["arguments"]["size"], mean=described["mean"], std=described["std"], cache_bytes=cache_bytes
     )
     indices = torch.tensor([7, 3, 11])
     with torch.no_grad():

@@ -129,12 +129,7 @@ def test_dirichlet_equals_flwr_datasets_wherever_that_succeeds() -> None:
         except (ValueError, FloatingPointError):
             expected = None
         ours = dirichlet_rows(
-            labels,
-            num_clients=num_clients,
-            alpha=alpha,
-            min_size=min_size,
-            seed=seed,
-            self_balancing=self_balancing,
+            labels, num_clients=num_clients, alpha=alpha, min_size=min_size, seed=seed, self_balancing=self_balancing
         )
         assert (None if ours is None else [rows.tolist() for rows in ours]) == expected
         succeeded += expected is not None

@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedssl.plots.comparisons import (
-    evaluation_points,
-    line_styles,
-    mean_cosines,
-    plot_accuracy,
-)
+from fedssl.plots.comparisons import evaluation_points, line_styles, mean_cosines, plot_accuracy
 from fedssl.plots.forgetting import ClientForgetting, mean_forgetting
 from fedssl.plots.registry import write_plot
 from fedssl.runs.groups import group_by_seed

@@ -55,11 +55,7 @@ def test_plot_metrics(tmp_path: Path, drawn: dict[str, Any]):
     file = write_plot("metrics", tmp_path, tmp_path)
     assert file == tmp_path / "figures" / "metrics.png"
     assert is_png(file)
-    assert drawn == {
-        "loss": [(1, 4), (3, 3), (4, 2)],
-        "knn": [(2, 0.6), (4, 0.7)],
-        "linear_2_per_class": [(2, 0.5)],
-    }
+    assert drawn == {"loss": [(1, 4), (3, 3), (4, 2)], "knn": [(2, 0.6), (4, 0.7)], "linear_2_per_class": [(2, 0.5)]}
 
 
 def of_client(round: int, client: int, model: float | None, layers: float | None, **cosine: float) -> dict[str, Any]:

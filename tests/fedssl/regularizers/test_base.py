@@ -34,11 +34,7 @@ from tests.methods import REGULARIZERS as NAMES
 from tests.methods import WHOLE
 
 CONF = Path(__file__).parents[3] / "conf"
-REGULARIZERS = {
-    "fur": FUR,
-    "decorr": Decorrelation,
-    "alignment": Alignment,
-}
+REGULARIZERS = {"fur": FUR, "decorr": Decorrelation, "alignment": Alignment}
 
 
 # FUR

@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 
 from fedssl.evaluation.scores import Score
-from fedssl.report.accuracy_table import (
-    NOT_FINISHED,
-    REPEATS,
-    Row,
-    best_rows,
-    run_results,
-    sweep_results,
-)
+from fedssl.report.accuracy_table import NOT_FINISHED, REPEATS, Row, best_rows, run_results, sweep_results
 from fedssl.runs.run import read_run
 
 
@@ -60,10 +53,7 @@ def test_sweep_groups_by_everything_but_the_seed(sweep: list[Path]):
         ("l_dawa", 1, 1),
         ("m_dawa", 0, 1),
     ]
-    assert rows[0].metrics == {
-        "knn": [Score(0.5), Score(0.7)],
-        "linear": [Score(0.6, std=0.01), Score(0.6, std=0.02)],
-    }
+    assert rows[0].metrics == {"knn": [Score(0.5), Score(0.7)], "linear": [Score(0.6, std=0.01), Score(0.6, std=0.02)]}
     assert len(notes[NOT_FINISHED]) == 3
 
 

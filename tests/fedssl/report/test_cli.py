@@ -95,10 +95,7 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(sweep: Path, tmp_path: Pa
         (["sweep", "--figures", "landscap"], "--figures landscap does not exist; choose from partition, metrics,"),
         (["sweep/0", "--figures", "landscape"], "sweep/0 lacks landscape: sweep/0 has no snapshots"),
         (["sweep/0", "sweep/1", "--figures", "accuracy"], "the figure accuracy is of all 2 folders; add --into FOLDER"),
-        (
-            ["sweep", "--figures", "accuracy", "--into", "no"],
-            "--into no is not a folder; create it",
-        ),
+        (["sweep", "--figures", "accuracy", "--into", "no"], "--into no is not a folder; create it"),
         (["sweep", "--out", "table.txt"], "--out table.txt must end in one of .md, .csv, .tex, .html"),
         (
             ["sweep", "--out", "nowhere/table.md"],

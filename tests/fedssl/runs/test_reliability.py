@@ -34,11 +34,7 @@ def make(root: Path, values: dict[str, list[float]], linear: list[float]) -> Non
 
 
 def test_best_by_a_result_without_labels(tmp_path, command):
-    make(
-        tmp_path,
-        {"effective_rank": [5, 1, 3, 2, 4], "alpha_req": [0.4, 1.1, 3, 2, 1.5]},
-        [0.9, 0.5, 0.7, 0.6, 0.8],
-    )
+    make(tmp_path, {"effective_rank": [5, 1, 3, 2, 4], "alpha_req": [0.4, 1.1, 3, 2, 1.5]}, [0.9, 0.5, 0.7, 0.6, 0.8])
     status, out, _ = command("best", "--by", "rankme", tmp_path)
     assert status == 0
     assert [line.split()[-1][-4:] for line in out.splitlines()[1:6]] == ["run0", "run4", "run2", "run3", "run1"]

@@ -91,25 +91,13 @@ HUNDRED = {**SETUP, "sample_num": 100, "share_num": 41, "threshold": 21}
 @pytest.mark.parametrize(
     ("values", "limits", "reason"),
     [
-        (
-            {"share_num": 3, "threshold": 2},
-            {},
-            "with 2 neighbors and a threshold of 2 has 0 security bits",
-        ),
-        (
-            {"share_num": 21, "threshold": 11},
-            {},
-            "to 0.2, dropout_fraction to 0.2 and security_bits to 40 or more",
-        ),
+        ({"share_num": 3, "threshold": 2}, {}, "with 2 neighbors and a threshold of 2 has 0 security bits"),
+        ({"share_num": 21, "threshold": 11}, {}, "to 0.2, dropout_fraction to 0.2 and security_bits to 40 or more"),
         ({"share_num": 39, "threshold": 20}, {}, "26.9 security bits if 20 clients are corrupted and 20 drop out, but"),
         ({}, {"security_bits": 100}, "81.9 security bits .* this device requires 100 .security_bits of its limits."),
         ({}, {"corrupted_fraction": 0.4}, "if 40 clients are corrupted and 20 drop out"),
         ({}, {"dropout_fraction": 0.6}, "if 20 clients are corrupted and 60 drop out"),
-        (
-            {"mask_generator": "mt19937"},
-            {},
-            "mt19937 have 28 security bits, but this device requires 40",
-        ),
+        ({"mask_generator": "mt19937"}, {}, "mt19937 have 28 security bits, but this device requires 40"),
         ({"share_num": 21, "threshold": 11}, {"security_bits": 1, "corrupted_fraction": 0.01}, ""),
         ({"mask_generator": "mt19937"}, {"security_bits": 28}, ""),
         ({}, {}, ""),

@@ -152,10 +152,7 @@ def test_the_random_graph_is_a_harary_graph_in_random_order(clients, neighbors):
     ("values", "sentence"),
     [
         ({"neighbors": 11}, "secure_aggregation.neighbors=11 but 100 clients on a circle have an even number"),
-        (
-            {"neighbors": 20},
-            "set secure_aggregation.neighbors=40 and secure_aggregation.threshold=21, or both to null",
-        ),
+        ({"neighbors": 20}, "set secure_aggregation.neighbors=40 and secure_aggregation.threshold=21, or both to null"),
         ({"threshold": 42}, "secure_aggregation.threshold=42 but a client has 41 shares"),
         ({"threshold": 20}, "has 0 security bits"),
         ({"threshold": 41}, "and 0 correctness bits, but 40 and 30 are needed"),

@@ -37,10 +37,7 @@ def test_this_environment_meets_the_requirements():
         (["torch[extra] >=2.11.1", "xxhash"], "torch[extra] >=2.11.1 (installed: 2.11.0a0+nv24.8)"),
         (["xxhash>=3,<3.5"], "xxhash>=3,<3.5 (installed: 3.5.0)"),
         (["xxhash>=4", "other"], "xxhash>=4 (installed: 3.5.0), other (installed: none)"),
-        (
-            ["a", "b", "c", "d", "e"],
-            "a (installed: none), b (installed: none), c (installed: none) and 2 more",
-        ),
+        (["a", "b", "c", "d", "e"], "a (installed: none), b (installed: none), c (installed: none) and 2 more"),
     ],
 )
 def test_requirements_of_dependencies(dependencies, unmet, installed, tmp_path):

@@ -11,16 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from fedssl.config.constraint_table import WIRE_DTYPES
-from fedssl.wire.wire_format import (
-    MAX_TABLE_BYTES,
-    SCALES,
-    TABLE,
-    WEIGHTS,
-    flat_layout,
-    pack,
-    tensor_specs,
-    unpack,
-)
+from fedssl.wire.wire_format import MAX_TABLE_BYTES, SCALES, TABLE, WEIGHTS, flat_layout, pack, tensor_specs, unpack
 from tests.arrays import same_bits
 
 SHORT = [wire_dtype for wire_dtype in WIRE_DTYPES if wire_dtype != "fp32"]

@@ -151,10 +151,7 @@ def test_what_is_not_exactly_what_was_signed_is_refused(tmp_path, keys):
     for changes in ({"round": 2}, {"model": "1"}, {"run_id": "other"}, {"content": good.content + b"x"}):
         with pytest.raises(RequestRefused, match="its signature is not from the server of this fleet"):
             store_encoder(replace(good, **changes), tmp_path / "bad", authority=authority)
-    for changes, reason in (
-        ({"run_id": "../up"}, "run_id"),
-        ({"content": b"PK\x03\x04 no archive"}, "it is damaged"),
-    ):
+    for changes, reason in (({"run_id": "../up"}, "run_id"), ({"content": b"PK\x03\x04 no archive"}, "it is damaged")):
         with pytest.raises(RequestRefused, match=reason) as error:
             store_encoder(replace(good, **changes), tmp_path / "bad", authority=None)
         assert "/tmp" not in str(error.value)

@@ -169,17 +169,11 @@ def test_a_whole_run(tmp_path, capsys):
             ["strategy=fedavg", "secure_aggregation.max_weight=10"],
             "secure_aggregation.max_weight=10 but the largest client has 15 images, which are its weight; set it to 15",
         ),
-        (
-            ["privacy=central", "encoder.norm=group"],
-            "secure_aggregation=secagg_plus reveals only the sum of updates",
-        ),
+        (["privacy=central", "encoder.norm=group"], "secure_aggregation=secagg_plus reveals only the sum of updates"),
         (["aggregation.max_norm_ratio=5"], "secure_aggregation=secagg_plus reveals only the sum of updates"),
         (["secure_aggregation.threshold=5"], "secure_aggregation.threshold=5 but a client has 4 shares"),
         (["secure_aggregation.threshold=2"], "has 0 security bits"),
-        (
-            ["secure_aggregation.neighbors=4"],
-            "neighbors=4 but 4 clients per round have 3 others each",
-        ),
+        (["secure_aggregation.neighbors=4"], "neighbors=4 but 4 clients per round have 3 others each"),
         (
             ["secure_aggregation.dropout_fraction=0.5", "secure_aggregation.corrupted_fraction=0.5"],
             "is not possible with any number of neighbors; set secure_aggregation.dropout_fraction=0",

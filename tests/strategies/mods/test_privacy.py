@@ -124,14 +124,8 @@ def test_a_run_tells_what_it_spent_and_repeats_itself(tmp_path):
         (["strategy=fedavg"], "privacy=central needs a strategy that adds up the clients"),
         (["strategy=median"], "privacy=central needs a strategy that adds up the clients"),
         (["method=orchestra"], "privacy=central does not cover the parts that Orchestra uploads"),
-        (
-            ["schedule=layer_wise", "rounds=4"],
-            "privacy=central needs clients that all send and receive",
-        ),
-        (
-            ["aggregation.max_norm_ratio=10"],
-            "aggregation.max_norm_ratio lets clients influence which others",
-        ),
+        (["schedule=layer_wise", "rounds=4"], "privacy=central needs clients that all send and receive"),
+        (["aggregation.max_norm_ratio=10"], "aggregation.max_norm_ratio lets clients influence which others"),
     ],
 )
 def test_what_it_cannot_cover_is_refused(tmp_path, overrides, reason):

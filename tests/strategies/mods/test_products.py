@@ -100,14 +100,7 @@ def with_weight(layers, partition):
 
 
 def run(
-    strategy,
-    aggregation,
-    *,
-    rounds=1,
-    behaviors=(trained,) * CLIENTS,
-    reverse=False,
-    ranks=(),
-    max_norm_ratio=None,
+    strategy, aggregation, *, rounds=1, behaviors=(trained,) * CLIENTS, reverse=False, ranks=(), max_norm_ratio=None
 ):
     """The state and the last report after some rounds, and all messages."""
     grid = make_grid(behaviors)
