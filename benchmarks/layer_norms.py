@@ -58,7 +58,7 @@ class RunNorms:
     """Norms of a run's layers at its checkpoints.
 
     ``norms``: by kind, of the untrained model and at every checkpoint, whose ``rounds`` begin with 0. ``ends``: by
-    layer, of the untrained and of the last model. ``kind``: of every layer.
+    layer, of the untrained and of the last model. ``kind``: of every layer. Of several models (clusters) it is the mean.
     """
 
     def __init__(self, run: Run) -> None:
@@ -68,10 +68,13 @@ class RunNorms:
         untrained = exchanged_layers(method)
         saved = dict(_checkpoints(run.folder / "checkpoints"))
         self.rounds = [0, *saved]
-        history = [norms(layers, self.kind) for layers in (untrained, *saved.values())]
-        self.norms = {name: [each[name] for each in history] for name in KINDS}
-        last = list(saved.values())[-1] if saved else untrained
-        self.ends = {name: [float(np.linalg.norm(layers[name])) for layers in (untrained, last)] for name in self.kind}
+        history = [[norms(layers, self.kind) for layers in models] for models in ([untrained], *saved.values())]
+        self.norms = {name: [mean(one[name] for one in each) for each in history] for name in KINDS}
+        last = list(saved.values())[-1] if saved else [untrained]
+        self.ends = {
+            name: [mean(float(np.linalg.norm(layers[name])) for layers in models) for models in ([untrained], last)]
+            for name in self.kind
+        }
 
 
 class RunHistory(RunNorms):
@@ -148,11 +151,12 @@ def draw(groups: dict[tuple[str, str], list[RunHistory]], file: Path) -> None:
     write_png(figure, file, dpi=110)
 
 
-def _checkpoints(folder: Path) -> Iterable[tuple[int, Layers]]:
-    """Yield each saved round with the global layers after it."""
+def _checkpoints(folder: Path) -> Iterable[tuple[int, list[Layers]]]:
+    """Yield each saved round with the layers of each model after it."""
     for file in sorted(folder.glob("round-*.pt")):
-        saved = torch.load(file, weights_only=True)["models"]["global"]["layers"]
-        yield int(file.stem.partition("-")[2]), {name: tensor.numpy() for name, tensor in saved.items()}
+        models = torch.load(file, weights_only=True)["models"].values()
+        layers = [{name: tensor.numpy() for name, tensor in model["layers"].items()} for model in models]
+        yield int(file.stem.partition("-")[2]), layers
 
 
 def _mean_and_std(values: list[tuple[float, int]]) -> str:

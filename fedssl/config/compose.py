@@ -241,7 +241,22 @@ def _hydra_composed(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str
     choices = {str(group): str(name) for group, name in config.hydra.runtime.choices.items() if name}
     with open_dict(config):
         del config["hydra"]
+        own = [override for override in overrides if not override.startswith("experiment=")]
+        replaced = {override.partition("=")[0] for override in own} & choices.keys() & config.keys()
+        if replaced and len(own) < len(overrides):
+            alone, _ = _hydra_composed(own)
+            for group in replaced:
+                _keep_settings_of(alone[group], config[group])
     return config, choices
+
+
+def _keep_settings_of(choice: DictConfig, node: DictConfig) -> None:
+    """Drop what an experiment sets for its own choice of a group and the chosen one does not have."""
+    for name in list(node):
+        if name not in choice:
+            del node[name]
+        elif isinstance(choice[name], DictConfig) and choice[name] and isinstance(node[name], DictConfig):
+            _keep_settings_of(choice[name], node[name])
 
 
 def hydra_value(overrides: Sequence[str], key: str) -> Any:

@@ -3,11 +3,20 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks import study
 from benchmarks.fedssl_bench.studies import STUDIES, VARIANTS, StudyJob
-from benchmarks.study import CODE, Entry, best_rates, folder_of, prepare, tables
+from benchmarks.study import CODE, Entry, best_rates, entry, folder_of, prepare, tables
 from fedssl.config.load import compose
+from fedssl.config.overrides import quote_value
+from simulation.run import run
+
+FEATARC = (
+    *("experiment=many_rounds", "dataset=digits", "dataset.limit=40", "dataset.test_limit=40", "dataset.size=8"),
+    *("engine=local", "num_clients=2", "partition=iid", "rounds=1", "evaluate_every=1", "checkpoint_every=1"),
+    *("batch_size=8", "strategy=featarc", "strategy.clusters=2", "final_evaluation=knn", "evaluation=knn"),
+)
 
 
 def made(row, rate, seed, accuracy, part="tuning"):
@@ -85,3 +94,18 @@ def test_tables_pair_seeds_and_name_entries_of_other_code(tmp_path, monkeypatch)
     assert "7.0 ± 7.1" in text
     assert "99.0" not in text
     assert "0123456789abcdef (1, 2026-11-28)" in text
+
+
+def test_norms_of_several_models_are_their_means(tmp_path):
+    job = StudyJob("digits", "alpha 0.1", "featarc", 0.1, 0, ())
+    folder = folder_of(job, tmp_path)
+    prepare(job, tmp_path, ())
+    run([*FEATARC, f"output_dir={quote_value(str(folder))}"])
+    made = entry(job, folder)
+    models = torch.load(folder / "checkpoints" / "round-000001.pt", weights_only=True)["models"]
+    name = next(iter(made.layers))
+    norms = [float(model["layers"][name].norm()) for model in models.values()]
+    assert len(set(norms)) == 2
+    assert made.layers[name][1] == pytest.approx(sum(norms) / 2, rel=1e-4)
+    assert made.rounds == [1]
+    assert all(len(values) == 2 for values in made.norms.values())

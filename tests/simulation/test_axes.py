@@ -2,8 +2,9 @@
 
 import pytest
 
+from fedssl.config.compose import resolve_config
 from fedssl.errors import InputError
-from simulation.axes import axes_of, with_experiment_values
+from simulation.axes import axes_of, expand_axes, with_experiment_values
 from simulation.sweep import plan_jobs, split_options
 
 REVIEW = ["experiment=review", "strategy=fedavg,fedu", "seed=0"]
@@ -70,3 +71,12 @@ def test_wrong_axes_are_refused(tmp_path, option, message):
 def test_without_an_experiment_there_are_no_axes(tmp_path):
     with pytest.raises(InputError, match="this sweep has none, see experiment=review"):
         jobs_of(tmp_path / "sweep", "seed=0,1", "sweep.without=[data]")
+
+
+def test_all_jobs_of_the_review_have_valid_settings():
+    """Also those whose choice lacks a setting that the experiment has for its own, e.g. the width of the encoder."""
+    jobs = expand_axes(with_experiment_values(["experiment=review", "strategy=fedavg", "seed=0"]), {})
+    configs = [resolve_config(job)[0] for job in jobs]
+    assert len(configs) == 29
+    assert sum("width" not in config.encoder for config in configs) == 1
+    assert sum("alpha" not in config.partition for config in configs) == 2

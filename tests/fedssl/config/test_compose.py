@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from fedssl.config import compose
 from fedssl.config.overrides import config_groups
+from fedssl.errors import InputError
 
 CHOICES = [(f"{group}={name}",) for group, names in config_groups().items() for name in names]
 RANDOM = random.Random(0)
@@ -50,3 +51,21 @@ def test_choices_within_their_group_need_no_further_composition(monkeypatch):
     local = ("strategy=fedavg", "strategy=fedu", "method=simsiam", "optimizer=adamw", "encoder=resnet18")
     compose._composed(local)
     compose._composed((*local, "final_evaluation=none", "dataset=cifar10"))
+
+
+def test_another_choice_drops_settings_that_it_lacks():
+    """An experiment has ``partition.alpha=0.1`` and ``encoder.width=16`` for its own partition and encoder."""
+    config, _ = compose.resolve_config(["experiment=many_rounds", "partition=iid", "encoder=resnet18"])
+    assert "alpha" not in config.partition
+    assert "width" not in config.encoder
+    kept, _ = compose.resolve_config(["experiment=many_rounds", "partition=quantity", "encoder=conv_small"])
+    assert (kept.partition.alpha, kept.encoder.width) == (0.1, 16)
+    with pytest.raises(InputError, match="there is no setting 'partition.alpha'"):
+        compose.resolve_config(["experiment=many_rounds", "partition=iid", "partition.alpha=0.5"])
+
+
+def test_settings_inside_a_node_are_dropped_only_if_the_choice_lacks_them():
+    choice = OmegaConf.create({"a": {"b": 1}, "open": {}, "empty": None})
+    node = OmegaConf.create({"a": {"b": 2, "c": 3}, "open": {"x": 1}, "empty": {"y": 1}, "other": 1})
+    compose._keep_settings_of(choice, node)
+    assert node == {"a": {"b": 2}, "open": {"x": 1}, "empty": {"y": 1}}
