@@ -58,7 +58,7 @@ class RunNorms:
     """Norms of a run's layers at its checkpoints.
 
     ``norms``: by kind, of the untrained model and at every checkpoint, whose ``rounds`` begin with 0. ``ends``: by
-    layer, of the untrained and of the last model. ``kind``: of every layer. Of several models (clusters) it is the mean.
+    layer, of the untrained and of the last model. ``kind``: of every layer. Of several models, they are means.
     """
 
     def __init__(self, run: Run) -> None:
