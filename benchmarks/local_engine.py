@@ -38,7 +38,7 @@ from server_app.training_loop import run_round
 from simulation.grid import LocalGrid
 from strategies.types import ServerState
 
-COMMON = ["encoder=resnet18", "partition=iid", "rounds=1000"]
+COMMON = ["encoder=resnet18", "strategy=l_dawa", "partition=iid", "rounds=1000"]
 
 
 class Federation:

@@ -37,7 +37,7 @@ from simulation.sandbox import sandbox_pids
 CLIENTS, ROUNDS = 300, 12
 SETTINGS = [f"num_clients={CLIENTS}", f"clients_per_round={CLIENTS}", f"rounds={ROUNDS}", "partition=iid", "threads=1"]
 SETTINGS += ["encoder.width=4", "device=cpu", "evaluation=none", "final_evaluation=none", "collapse_images=0"]
-SETTINGS += ["measure_resources=false", f"checkpoint_every={ROUNDS}"]
+SETTINGS += ["strategy=l_dawa", "measure_resources=false", f"checkpoint_every={ROUNDS}"]
 
 
 def cpu_seconds() -> Counter[str]:

@@ -66,6 +66,7 @@ def measure(folder: Path, *overrides: str, clients: int, participants: int) -> d
         "dataset=scale",
     ]
     command += [f"dataset.number={2 * clients}", "partition=iid", f"num_clients={clients}", f"output_dir={run}"]
+    command += ["strategy=l_dawa"]
     command += [f"clients_per_round={participants}", f"rounds={_ROUNDS}", "local_epochs=0", "engine=local"]
     command += ["evaluate_every=0", "final_evaluation=none", "measure_resources=false", *overrides]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}

@@ -2,7 +2,7 @@
 
 import fedssl
 
-run = fedssl.run(strategy="l_dawa", dataset="folder", path="photos", rounds=20)
+run = fedssl.run(strategy="fedavg", dataset="folder", path="photos", rounds=20)
 run.metrics, run.plot(), run.encoder
 """
 

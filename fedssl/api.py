@@ -50,8 +50,8 @@ def run(
 ) -> "Run":
     """Run a federation with all its clients on this machine, and return its results.
 
-    >>> run = fedssl.run(strategy="l_dawa", dataset="folder", path="photos", rounds=20)
-    >>> run = fedssl.run("partition.alpha=0.1", strategy="fedavg", optimizer__lr=0.03)
+    >>> run = fedssl.run(strategy="fedavg", dataset="folder", path="photos", rounds=20)
+    >>> run = fedssl.run("partition.alpha=0.1", strategy="fedu", optimizer__lr=0.03)
 
     Two runs of one process, e.g. in threads, follow each other. An interrupted run is continued with
     ``fedssl.run(resume=FOLDER)``.

@@ -27,6 +27,7 @@ from tests.cases import some
 from tests.methods import overrides_of
 
 BASE = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=90", "encoder.width=4", "threads=1", "device=cpu"]
+BASE += ["strategy=l_dawa"]
 BASE += ["batch_size=16", "evaluate_every=0", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
 STAGES = ["schedule=layer_wise", "rounds=5"]
 SWAV = ["method.queue_size=32", "method.queue_start_round=2", "method.match_prototypes=true", "rounds=3"]

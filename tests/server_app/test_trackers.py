@@ -52,7 +52,7 @@ def test_tensorboard(tmp_path, caplog):
     assert [(one.step, one.value) for one in events.Scalars("loss")] == [(1, 3.5), (2, 4.5), (3, 5.5)]
     assert [(one.step, one.value) for one in events.Scalars("final/pixels/knn")] == [(3, pytest.approx(0.4))]
     (text,) = {bytes(one.tensor_proto.string_val[0]) for one in events.Tensors("settings/text_summary")[-1:]}
-    assert b'    strategy._target_: "strategies.l_dawa.LDAWA"' in text
+    assert b'    strategy._target_: "strategies.fedavg.FedAvg"' in text
 
 
 def test_mlflow(tmp_path, caplog):
@@ -128,7 +128,7 @@ class Broken:
     """A tracker whose server goes away in round 1."""
 
     def begin(self, run: TrackedRun) -> None:
-        assert run.settings["strategy.reported_metrics"] == ["seconds"]
+        assert run.settings["strategy.reported_metrics"] == ["train-loss", "seconds"]
 
     def round(self, round: int, numbers: dict[str, float]) -> None:
         raise ConnectionError(f"round {round} [{numbers['dropped']}]\nis lost")

@@ -26,8 +26,8 @@ SHORT = [wire_dtype for wire_dtype in WIRE_DTYPES if wire_dtype != "fp32"]
 SMALL = [*TINY, "measure_resources=false"]
 
 EVERY = {
-    "l_dawa": [],
-    "l_dawa at the clients": ["strategy.scale_at=client"],
+    "l_dawa": ["strategy=l_dawa"],
+    "l_dawa at the clients": ["strategy=l_dawa", "strategy.scale_at=client"],
     "euc": ["strategy=euc", "clients_per_round=2"],  # clients send layers that they have not received
     "fedu": ["strategy=fedu", "method=byol", "strategy.aggregate=target", "strategy.update=both"],
     "orchestra": ["method=orchestra", "strategy=fedavg"],

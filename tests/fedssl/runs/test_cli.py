@@ -47,7 +47,7 @@ def runs(tmp_path_factory):
     job(sweep / "0", "strategy=fedavg", "seed=0", knn=0.5)
     job(sweep / "1", "strategy=fedavg", "seed=1", knn=0.75)
     job(root / "2026-01-01_00-00-00", "strategy=fedavg", "seed=0", "tracker=tensorboard", knn=0.5)
-    job(root / "2026-01-03_00-00-00", "partition.alpha=0.1", "method=byol", knn=0.7, norm=3.5)
+    job(root / "2026-01-03_00-00-00", "strategy=l_dawa", "partition.alpha=0.1", "method=byol", knn=0.7, norm=3.5)
     job(root / "2026-01-04_00-00-00", "strategy=eua", status="failed")
     work = job(root / "2026-01-05_00-00-00", "strategy=fedavg", "rounds=9", status=None)
     lines = [{"round": 1, "evaluation": {"knn": 0.25}}, {"round": 2}]
@@ -124,9 +124,13 @@ def test_show(runs, command):
     parts = out.split("\n\n")
     assert parts[0].splitlines()[1] == "2026-01-03 00:00:00  finished after 20 rounds"
     differs = {line.split()[0]: line.split()[1:] for line in parts[1].splitlines()[1:]}
-    assert differs == {"method": ["byol", "simclr"], "partition.alpha": ["0.1", "0.5"]}
+    assert differs == {
+        "strategy": ["l_dawa", "fedavg"],
+        "method": ["byol", "simclr"],
+        "partition.alpha": ["0.1", "0.5"],
+    }
     assert [line.split() for line in parts[2].splitlines()] == [["result"], ["knn", "70.0%"], ["norm", "350.0%"]]
-    assert parts[3] == "repeat it:  fedssl partition.alpha=0.1 method=byol"
+    assert parts[3] == "repeat it:  fedssl strategy=l_dawa partition.alpha=0.1 method=byol"
     assert [line.split()[0] for line in parts[4].splitlines()[1:]] == [
         "choices.yaml",
         "config.yaml",
@@ -135,7 +139,7 @@ def test_show(runs, command):
         "summary.json",
     ]
     told = json.loads(command("show", runs / "2026-01-04_00-00-00", "--json")[1])
-    assert told["differs"] == {"strategy": {"value": "eua", "default": "l_dawa"}}
+    assert told["differs"] == {"strategy": {"value": "eua", "default": "fedavg"}}
     assert "failed after 0 rounds  (no GPU)" in command("show", runs / "2026-01-04_00-00-00")[1]
 
 
