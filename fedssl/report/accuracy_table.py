@@ -8,7 +8,7 @@ from statistics import mean
 from typing import NamedTuple
 
 from fedssl.evaluation.scores import IN_PERCENT, Score, column_title
-from fedssl.runs.groups import MAIN, compared_settings, first_of_each_seed, group_runs, varying
+from fedssl.runs.groups import MAIN, compared_settings, differing_results, group_runs, newest_of_each_seed, varying
 from fedssl.runs.run import RANKME, Run, read_run
 from fedssl.text_table import TableCell, TextTable, text_cell
 
@@ -139,7 +139,7 @@ def read_results(
     repeated: dict[Path, Run] = {}
     for group in group_runs([run for run in runs if _is_known(run, settings_of(run))], settings_of):
         finished = [run for run in group.runs if run.finished]
-        counted = {run.seed: run for run in first_of_each_seed(finished)}
+        counted = {run.seed: run for run in newest_of_each_seed(finished)}
         ended = sum(not (run.finished or run.running or run.pruned) for run in group.runs)
         rows.append(Row(group.settings, runs=len(counted), failed=ended))
         row_of |= {run.folder: rows[-1] for run in counted.values()}
@@ -152,9 +152,10 @@ def read_results(
             line = f"{run.folder}{f' ({overrides})' if overrides else ''}: {run.failure_reason}"
             notes[RUNNING if run.running else PRUNED if run.pruned else NOT_FINISHED].append(line)
         elif run.folder in repeated:
-            first = repeated[run.folder]
-            differs = "" if run.results == first.results else ", with other results"
-            notes[REPEATS].append(f"{run.folder} repeats {first.folder}{differs}")
+            used = repeated[run.folder]
+            differing = differing_results(run, used)
+            differs = f", with other results ({differing})" if differing else ""
+            notes[REPEATS].append(f"{run.folder} repeats {used.folder}{differs}")
         else:
             if run.ended_early:
                 notes[EARLY].append(f"{run.folder}: after {run.progress}")

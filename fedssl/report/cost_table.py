@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 from fedssl.runs.costs import CostTotals, sum_costs
-from fedssl.runs.groups import IGNORED, compared_settings, first_of_each_seed, group_runs, varying
+from fedssl.runs.groups import IGNORED, compared_settings, group_runs, newest_of_each_seed, varying
 from fedssl.runs.jsonl import format_rounds, read_jsonl
 from fedssl.runs.run import Run
 from fedssl.text_table import TableCell, TextTable, text_cell
@@ -42,7 +42,7 @@ def cost_table(runs: Sequence[Run]) -> TextTable:
     runs = [run for run in runs if lines.get(run.folder) and not run.missing_rounds]
     groups = group_runs(runs, compared_settings(runs, ignored=IGNORED - HARDWARE))
     keys = varying([group.settings for group in groups])
-    seeds = [first_of_each_seed(group.runs) for group in groups]
+    seeds = [newest_of_each_seed(group.runs) for group in groups]
     costs = [_mean([sum_costs(lines[run.folder]) for run in of_group]) for of_group in seeds]
     end_to_end = [number for number, group in enumerate(groups) if group.runs[0].value("schedule") == BASELINE]
     columns = dict(COLUMNS)

@@ -19,7 +19,7 @@ from fedssl.config.overrides import did_you_mean
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY, Score
 from fedssl.plain_values import flatten
-from fedssl.runs.groups import IGNORED, first_of_each_seed, group_runs, is_ignored, same_value
+from fedssl.runs.groups import IGNORED, group_runs, is_ignored, newest_of_each_seed, same_value
 from fedssl.runs.run import Run, flatten_settings
 from fedssl.safe_io import read_yaml, sanitize
 from fedssl.text_table import TableCell, TextTable, text_cell
@@ -151,7 +151,7 @@ def match_runs(name: str, runs: Sequence[Run]) -> tuple[list[PaperRow], list[str
 
 
 def _line(number: PaperNumber, differs: Differences, runs: Sequence[Run]) -> PaperRow:
-    runs = first_of_each_seed(runs)
+    runs = newest_of_each_seed(runs)
     for result in number.results:
         scores = [run.results_of(number.encoder_kind).get(result) for run in runs]
         known = [score for score in scores if score is not None and score.unit == ACCURACY]

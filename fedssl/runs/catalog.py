@@ -13,7 +13,7 @@ from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score
 from fedssl.machine.process import default_threads
 from fedssl.plain_values import flatten
-from fedssl.runs.groups import OWN_KEYS, all_compared_settings, first_of_each_seed, group_runs, same_value
+from fedssl.runs.groups import OWN_KEYS, all_compared_settings, group_runs, newest_of_each_seed, same_value
 from fedssl.runs.run import LABEL_FREE, Run, read_run, run_folders
 
 DEFAULT_FOLDERS = (Path("runs"), Path("multirun"))
@@ -107,7 +107,7 @@ def rank_runs(runs: Iterable[Run], metric: str, *, each: bool = False) -> list[R
         )
     ranked = []
     for group in group_runs(with_result, (lambda run: {"folder": str(run.folder)}) if each else all_compared_settings):
-        members = first_of_each_seed(group.runs)
+        members = newest_of_each_seed(group.runs)
         members.sort(key=lambda run: goodness(metric, known_scores[run.folder].value), reverse=True)
         ranked.append(RankedRuns(members, Score.over_runs([known_scores[run.folder] for run in members])))
     return sorted(ranked, key=lambda group: goodness(metric, group.score.value), reverse=True)

@@ -1,13 +1,18 @@
 """Group runs that differ only in their seed, and find the settings in which runs differ."""
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cache
 
 from fedssl.config.compose import RESUMABLE_KEYS
 from fedssl.config.statistics_settings import FEDERATED
 from fedssl.plain_values import flatten
 from fedssl.runs.run import Run
+from fedssl.safe_io import sanitize
+
+log = logging.getLogger("fedssl")
 
 MAIN = ("strategy", "method", "encoder", "partition", "partition.alpha", "num_clients", "rounds")
 OWN_KEYS = {"output_dir", "resume", "run_id", "pause_after"}  # of one start of a run
@@ -47,15 +52,37 @@ def group_by_seed(runs: Sequence[Run]) -> list[RunGroup]:
     """Group runs that differ only in their seed, one run per seed; ``settings`` are those in which groups differ."""
     groups = group_runs(runs, compared_settings(runs, always=MAIN))
     keys = varying([group.settings for group in groups])
-    return [RunGroup({key: group.settings[key] for key in keys}, first_of_each_seed(group.runs)) for group in groups]
+    return [RunGroup({key: group.settings[key] for key in keys}, newest_of_each_seed(group.runs)) for group in groups]
 
 
-def first_of_each_seed(runs: Iterable[Run]) -> list[Run]:
-    """Keep the first run of each seed: another one repeats it."""
-    first: dict[str, Run] = {}
+def newest_of_each_seed(runs: Iterable[Run]) -> list[Run]:
+    """Keep the newest run of each seed, a finished one if there is one; log a warning if others have other results."""
+    of_seed: dict[str, list[Run]] = {}
     for run in runs:
-        first.setdefault(run.seed, run)
-    return list(first.values())
+        of_seed.setdefault(run.seed, []).append(run)
+    newest = [max(same, key=lambda run: (run.finished, run.date)) for same in of_seed.values()]
+    for used in newest:
+        for run in of_seed[used.seed]:
+            if differing := differing_results(run, used):
+                _warn_once(
+                    f"{run.folder} and {used.folder} have the same settings and seed but other results ({differing}), "
+                    f"a sign of other code, another machine or other threads; {used.folder}, the newest, is used"
+                )
+    return newest
+
+
+def differing_results(run: Run, other: Run) -> str:
+    """Return the values of both runs of the first result in which they differ; empty if there is none."""
+    for name, score in run.results.items():
+        theirs = other.results.get(name, score)
+        if score.value != theirs.value:
+            return f"{sanitize(name)} {score.shown:.6g} and {theirs.shown:.6g}"
+    return ""
+
+
+@cache
+def _warn_once(text: str) -> None:
+    log.warning(text)  # a command groups the same runs for each of its tables and figures
 
 
 def compared_settings(

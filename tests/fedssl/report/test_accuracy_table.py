@@ -171,21 +171,23 @@ def test_a_default_and_the_same_value_typed_are_one_row(tmp_path: Path):
     assert rows(*folders) == [(MAIN, 3)]
 
 
-def test_the_same_run_counts_once(tmp_path: Path):
+def test_the_newest_of_equal_runs_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    a, b, c, d, e = (tmp_path / f"2026-01-0{day}_00-00-00" for day in range(1, 6))
     folders = [
-        with_settings(tmp_path / "a", "strategy=l_dawa", {}, knn=0.8),
-        with_settings(tmp_path / "b", "seed=0 threads=4", {"threads": 4}, knn=0.8),  # seed 0 is the default
-        with_settings(tmp_path / "c", "seed=1", {"seed": 1}, knn=0.6),
-        with_settings(tmp_path / "d", "seed=1", {"seed": 1}, knn=0.5),
-        with_settings(tmp_path / "e", "strategy=fedavg seed=1", {"seed": 1}, knn=0.5),
+        with_settings(a, "strategy=l_dawa", {}, knn=0.8),
+        with_settings(b, "seed=0 threads=4", {"threads": 4}, knn=0.8, linear=0.9),  # seed 0 is the default
+        with_settings(d, "seed=1", {"seed": 1}, knn=0.5),
+        with_settings(c, "seed=1", {"seed": 1}, knn=0.6),
+        with_settings(e, "strategy=fedavg seed=1", {"seed": 1}, knn=0.5),
     ]
     runs = [read_run(folder) for folder in folders]
     results, table = run_results(runs), run_results(runs).table()
-    assert [(row.runs, values(row)) for row in results.rows] == [(2, [0.8, 0.6]), (1, [0.5])]
+    assert [(row.runs, values(row)) for row in results.rows] == [(2, [0.8, 0.5]), (1, [0.5])]
     repeats = results.notes[REPEATS]
-    assert repeats == [
-        f"{tmp_path / 'b'} repeats {tmp_path / 'a'}",
-        f"{tmp_path / 'd'} repeats {tmp_path / 'c'}, with other results",
+    assert repeats == [f"{a} repeats {b}", f"{c} repeats {d}, with other results (knn 60 and 50)"]
+    assert [record.message for record in caplog.records] == [
+        f"{c} and {d} have the same settings and seed but other results (knn 60 and 50), "
+        f"a sign of other code, another machine or other threads; {d}, the newest, is used"
     ]
     notes = table.text().split("\n")[-4:]
     assert notes[0] == "not counted, because another run has the same settings and seed:"
