@@ -11,6 +11,7 @@ from fedssl.config.settings import ClientSettings, Component
 from fedssl.errors import InputError, RequestRefused
 from fedssl.machine.meta_device import shapes_only
 from fedssl.methods.base import build_method
+from strategies.base import ClientStrategy
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ class StepMemory:
 def estimate_step_memory(settings: ClientSettings) -> StepMemory:
     """Estimate the memory of a training step, without computing or allocating anything.
 
-    Weights with gradients and the optimizer's moments, and once more in the layout of torch's kernels; two views of a
-    batch, and the matrices of crop and blur along both axes; and the outputs of all modules of the encoder. Of the
-    stages that the tuning freezes, whose outputs are freed, only the two largest outputs count. It is that of a process
-    which keeps no freed memory.
+    Weights with gradients and the optimizer's moments, and once more in the layout of torch's kernels; the copies of
+    models that the regularizer and the strategy use; two views of a batch, and the matrices of crop and blur along both
+    axes; and the outputs of all modules of the encoder. Of the stages that the tuning freezes, whose outputs are freed,
+    only the two largest outputs count. It is that of a process which keeps no freed memory.
     """
     data = settings.data
     kept, freed = [0], [0, 0]  # bytes of the outputs in stages that are trained, and in the others
@@ -47,8 +48,11 @@ def estimate_step_memory(settings: ClientSettings) -> StepMemory:
     try:
         with shapes_only():
             method = build_method(settings.model)
-            if settings.training.regularizer.instantiate().uses_initial_encoder:
+            regularizer = settings.training.regularizer.instantiate()
+            if regularizer.uses_initial_encoder:
                 method.keep_initial_encoder()
+            client: ClientStrategy = settings.strategy.instantiate().client
+            copies = regularizer.copied_bytes(method) + client.copied_bytes(method)
             encoder = method.encoder
             for name, module in encoder.named_modules():
                 if not list(module.children()):
@@ -61,11 +65,10 @@ def estimate_step_memory(settings: ClientSettings) -> StepMemory:
         raise RequestRefused(
             f"the memory of {settings.model.encoder.name} cannot be estimated ({type(error).__name__})"
         ) from error
-    weights = sum(tensor.nbytes for tensor in method.named_tensors.values())
-    trained = sum(method.named_tensors[name].nbytes for name in method.trainable)
+    weights, trained = method.bytes_of(method.named_tensors), method.bytes_of(method.trainable)
     views = 2 * (data.channels + 4) * data.size**2 * 4
     return StepMemory(
-        fixed=weights + (2 + _num_moments(settings.training.optimizer)) * trained,
+        fixed=weights + copies + (2 + _num_moments(settings.training.optimizer)) * trained,
         per_image=views + sum(kept) + sum(sorted(freed)[-2:]),
     )
 

@@ -190,6 +190,10 @@ class ClientStrategy:
         `load_start`.
         """
 
+    def copied_bytes(self, method: SSLMethod) -> int:
+        """Return the memory of copies of models that the client uses during training, by default those of `term`."""
+        return 0 if self.term is None else self.term.copied_bytes(method)
+
     def finish_training(
         self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: ClientState | None, steps: LocalSteps
     ) -> tuple[ClientState, Layers]:

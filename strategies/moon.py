@@ -51,6 +51,9 @@ class ModelContrast(Regularizer):
     def resolve_part(self, method: SSLMethod) -> str | None:
         return contrasted_part(method) if self._weight else None
 
+    def copied_bytes(self, method: SSLMethod) -> int:
+        return 2 * method.bytes_of(contrasted_names(method)) if self._weight else 0
+
     def on_train_start(self, method: SSLMethod) -> None:
         if not self._weight:
             return
@@ -78,11 +81,17 @@ def contrasted_part(method: SSLMethod) -> str:
     return "projector" if has_projector and "projector" in method.regularized_parts else "encoder"
 
 
+def contrasted_names(method: SSLMethod) -> list[str]:
+    """Return the names of the encoder's layers and of those of `contrasted_part`."""
+    return names_in_parts(method, ("encoder", contrasted_part(method)))
+
+
 class MOONClient(ClientStrategy):
     """Client side of MOON, which keeps its last model. ``weight`` and ``temperature`` as in `MOON`."""
 
     def __init__(self, *, weight: float, temperature: float) -> None:
         check_arguments("strategy", owner="MOON", weight=weight, temperature=temperature)
+        self._keeps_last = weight > 0
         self.term = self._contrast = ModelContrast(weight=weight, temperature=temperature)
 
     def start_term(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> None:
@@ -92,13 +101,15 @@ class MOONClient(ClientStrategy):
     def finish_training(
         self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: ClientState | None, steps: LocalSteps
     ) -> tuple[ClientState, Layers]:
-        names = names_in_parts(method, ("encoder", contrasted_part(method)))
-        kept = clone_tensors(
-            method, [name for name in names if name not in {*method.inactive_names, *method.base_names}]
-        )
+        if not self._keeps_last:
+            return {}, {}
+        left_out = {*method.inactive_names, *method.base_names}
+        kept = clone_tensors(method, [name for name in contrasted_names(method) if name not in left_out])
         return {LAST + name: value for name, value in kept.items()}, {}
 
     def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
+        if not self._keeps_last:
+            return usual
         return replace(usual, local_state=", ".join(["its last model", *method.local_parts]))
 
 

@@ -70,6 +70,10 @@ class PersonalClient(ClientStrategy):
     def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
         return replace(usual, local_state=", ".join([f"a personal model ({usual.download})", *method.local_parts]))
 
+    def copied_bytes(self, method: SSLMethod) -> int:
+        """Return the memory of the global model during the second training, and of its proximal term."""
+        return method.bytes_of(set(method.named_tensors) - set(method.base_names)) + method.bytes_of(method.trainable)
+
     def train_personalized(
         self, method: SSLMethod, plan: TrainPlan, state: ClientState | None, *, train: TrainAgain
     ) -> ClientState:

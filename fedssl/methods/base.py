@@ -1,7 +1,7 @@
 """Self-supervised methods: an encoder, heads, and a loss on views of the same images."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -161,6 +161,10 @@ class SSLMethod(nn.Module):
     def trainable(self) -> list[str]:
         """Names of the parameters that are trained if no encoder stage is frozen."""
         return [name for name, parameter in self.named_parameters() if parameter.requires_grad]
+
+    def bytes_of(self, names: Iterable[str]) -> int:
+        """Return the size of the named parameters and buffers."""
+        return sum(self.named_tensors[name].nbytes for name in names)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SSLMethod":
         self.__dict__.pop("named_tensors", None)  # torch replaces buffers when it moves a module

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedssl.encoders.base import frozen_copy
 from fedssl.losses import info_nce, negative_cosine
 from fedssl.methods.base import SSLMethod
+from fedssl.model_arrays import names_in_parts
 from fedssl.regularizers.base import Regularizer, RegularizerInput
 
 
@@ -59,6 +60,9 @@ class Alignment(Regularizer):
             self.received = frozen_copy(method.encoder).eval()
         else:
             self.received.load_state_dict(method.encoder.state_dict())
+
+    def copied_bytes(self, method: SSLMethod) -> int:
+        return method.bytes_of(names_in_parts(method, ("encoder",))) if self.weight else 0
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
         if self.received is None or not step.z:

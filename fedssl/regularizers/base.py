@@ -48,6 +48,10 @@ class Regularizer:
         """Return the part of this method whose outputs the term needs; None if it needs none."""
         return self.part
 
+    def copied_bytes(self, method: SSLMethod) -> int:
+        """Return the memory of the copies of networks and weights that the term uses during training."""
+        return 0
+
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
         """Return the loss with the term added, a scalar."""
         return loss
@@ -74,6 +78,9 @@ class CombinedRegularizer(Regularizer):
     def resolve_part(self, method: SSLMethod) -> str | None:
         parts = (term.resolve_part(method) for term in self._terms)
         return next((part for part in parts if part is not None), None)
+
+    def copied_bytes(self, method: SSLMethod) -> int:
+        return sum(term.copied_bytes(method) for term in self._terms)
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
         for term in self._terms:

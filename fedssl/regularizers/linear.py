@@ -51,6 +51,9 @@ class Linear(Regularizer):
         given = [(slope, slopes[name]) for name, slope in zip(trained, self._slopes, strict=True) if name in slopes]
         copy_arrays([slope for slope, _ in given], [array for _, array in given])
 
+    def copied_bytes(self, method: SSLMethod) -> int:
+        return method.bytes_of(method.trainable)
+
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
         if not self._trained:
             return loss

@@ -55,5 +55,8 @@ class Proximal(Regularizer):
         with torch.no_grad():
             torch._foreach_copy_(self._start, trained)
 
+    def copied_bytes(self, method: SSLMethod) -> int:
+        return method.bytes_of(method.trainable)
+
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
         return loss + proximal(self._trained, self._start, weight=self.weight)

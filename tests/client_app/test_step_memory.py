@@ -53,6 +53,33 @@ def test_weights_gradients_moments_and_a_copy_for_kernels(optimizer, tensors):
     assert estimate_step_memory(settings).fixed == buffers + tensors * 4 * weights
 
 
+@pytest.mark.parametrize(
+    ("overrides", "copies"),
+    [
+        (["strategy=moon"], 2),  # the downloaded model and the last one
+        (["strategy=moon", "strategy.weight=0"], 0),
+        (["strategy=scaffold"], 1),  # c - c_i
+        (["strategy=feddyn"], 2),  # the gradient and the start
+        (["strategy=fedprox"], 1),
+        (["strategy=per_ssl"], 2),  # the global model and the start
+        (["regularizer=alignment"], 1),
+        (["regularizer=alignment", "regularizer.weight=0"], 0),
+        (["regularizer=alignment", "strategy=scaffold"], 2),
+    ],
+)
+def test_copies_of_models_count(overrides, copies):
+    """Without normalization layers and with a projection of 32 + 1 weights, a copy is about the encoder."""
+    small = ["encoder.width=8", "dataset=folder", "dataset.path=none", "method.projector.num_layers=1"]
+    small += ["method.projector.out_dim=1", "method.projector.batch_norm=false", "encoder.norm=group"]
+
+    def fixed(*more: str) -> int:
+        config, _ = resolve_config([*small, *more])
+        return estimate_step_memory(client_settings(config, states=Path(), partition=None)).fixed
+
+    encoder = 4 * (9 * (3 * 8 + 8 * 16 + 16 * 32 + 32 * 32) + 2 * (8 + 16 + 32 + 32))
+    assert (fixed(*overrides) - fixed()) / encoder == pytest.approx(copies, rel=0.01)
+
+
 def test_the_largest_batch_is_a_power_of_two():
     step = StepMemory(fixed=100, per_image=10)
     assert step.of_batch(8) == 180

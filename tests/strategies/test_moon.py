@@ -46,6 +46,9 @@ def test_the_first_round_and_no_weight_are_federated_averaging(tmp_path, method)
     assert all((moon.layers[name] == layer).all() for name, layer in average.layers.items())
     first = load_tensors(tmp_path / "moon" / "clients" / "0000" / "0", before=2)
     assert {name.removeprefix(LAST).partition(".")[0] for name in first if LAST in name} == {"encoder", "projector"}
+    kept = load_tensors(tmp_path / "flat" / "clients" / "0000" / "0", before=2) if method == "byol" else {}
+    assert not [name for name in kept if LAST in name]
+    assert (tmp_path / "flat" / "clients").exists() == (method == "byol")  # whose target network stays
     for federation in (average, moon, flat):
         federation.run(1)
     assert all((flat.layers[name] == layer).all() for name, layer in average.layers.items())
