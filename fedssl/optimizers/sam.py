@@ -46,13 +46,14 @@ class SAM(SeveralPasses, SGD):
 
     @torch.no_grad()
     def compute_gradient(self, backward: Callable[[], Tensor], buffers: Sequence[Tensor]) -> Tensor:
-        buffers_before = [buffer.clone() for buffer in buffers]
-        with torch.enable_grad():
-            loss = backward().clone()  # CUDA graphs return static memory
-        weights = [weight for group in self.param_groups for weight in group["params"] if weight.grad is not None]
         rho = self.param_groups[0]["rho"]
+        buffers_before = [buffer.clone() for buffer in buffers] if rho else []
+        with torch.enable_grad():
+            loss = backward()
+        weights = [weight for group in self.param_groups for weight in group["params"] if weight.grad is not None]
         if not rho or not weights:
             return loss
+        loss = loss.clone()  # CUDA graphs return static memory
         gradients = [weight.grad for weight in weights]
         kept, kept_buffers = [weight.clone() for weight in weights], [buffer.clone() for buffer in buffers]
         scale = rho / (torch.stack(torch._foreach_norm(gradients)).norm() + 1e-12)

@@ -31,6 +31,13 @@ def test_a_step_by_hand():
     assert [weight.item() for weight in weights] == pytest.approx([2.67, 1.52])
 
 
+def test_without_a_radius_nothing_is_copied(monkeypatch):
+    weight, buffer, loss = torch.ones(1, requires_grad=True), torch.zeros(1), torch.ones(())
+    weight.grad = torch.ones(1)
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: pytest.fail("a copy"))
+    assert SAM([weight], lr=0.1, rho=0).compute_gradient(lambda: loss, [buffer]) is loss
+
+
 @pytest.mark.parametrize("method", ["simclr", "swav"])
 def test_without_a_radius_it_is_sgd(tmp_path, method):
     """Also for a method with a queue, and then a radius changes weights and no counter."""
