@@ -5,7 +5,8 @@ clients included, and needs no more of another client than its correlation matri
 authors' code; the paper's equations are unverified.
 
 A client uploads R, the mean over the batches of its round, and the server sends the mean over the clients of the last
-round, from which a client of that round subtracts its own. Differences from the authors' code: they compute R in a
+round, from which a client of that round subtracts its own. With ``strategy=gossip`` it is the mean over the client and
+its neighbors, of the last round of the client. Differences from the authors' code: they compute R in a
 separate pass over all images before a round, also for clients that have not trained lately, and optionally add noise.
 Here it costs no pass, and is that of the model during the client's training. If the server drops an update, its client
 subtracts a matrix that the mean lacks. R reveals second moments of projections.
@@ -24,10 +25,10 @@ from fedssl.losses.precision import product
 from fedssl.methods.heads import MLP, ProjectorMethod
 from fedssl.views import Views
 
-# Buffers. The server's mean and the number of its clients, what a client uploads, and what it keeps: the sum over the
-# steps of a round, their number, and the last round.
-MEAN, CLIENTS, OWN, SUM, STEPS, LAST = (
-    *("mean_correlation", "correlation_clients", "own_correlation"),
+# Buffers. The server's mean, the number of its clients and its round; what a client uploads, with the round; and what
+# it keeps: the sum over the steps of a round, their number, and the last round.
+MEAN, CLIENTS, MEAN_ROUND, OWN, OWN_ROUND, SUM, STEPS, LAST = (
+    *("mean_correlation", "correlation_clients", "mean_correlation_round", "own_correlation", "own_correlation_round"),
     *("correlation_sum", "correlation_steps", "correlation_round"),
 )
 
@@ -74,8 +75,8 @@ class FedSC(ProjectorMethod):
     """
 
     min_batch_size = 3
-    uploaded_parts = (OWN,)
-    broadcast_parts = (MEAN, CLIENTS)
+    uploaded_parts = (OWN, OWN_ROUND)
+    broadcast_parts = (MEAN, CLIENTS, MEAN_ROUND)
     _alpha: Tensor
     _others: Tensor
 
@@ -87,7 +88,7 @@ class FedSC(ProjectorMethod):
         dim = self.projector.out_features
         for name in (MEAN, OWN, SUM):
             self.register_buffer(name, torch.zeros(dim, dim))
-        for name in (CLIENTS, STEPS, LAST):
+        for name in (CLIENTS, MEAN_ROUND, OWN_ROUND, STEPS, LAST):
             self.register_buffer(name, torch.zeros(()))
         for name in (SUM, STEPS, LAST):
             self.keep_local(name)
@@ -99,7 +100,7 @@ class FedSC(ProjectorMethod):
         buffers = dict(self.named_buffers(recurse=False))
         mean, total, steps = buffers[MEAN], buffers[SUM], buffers[STEPS]
         clients, others = float(buffers[CLIENTS]), mean
-        was_there = float(buffers[LAST]) == self.round - 1 and float(steps) > 0
+        was_there = float(buffers[LAST]) == float(buffers[MEAN_ROUND]) and float(steps) > 0
         if was_there and clients > 1:
             others = (clients * mean - total / steps) / (clients - 1)
         has_others = clients > was_there
@@ -117,9 +118,13 @@ class FedSC(ProjectorMethod):
         return spectral_loss(z1, z2, self._others, own_share=self._alpha)
 
     def parts_to_upload(self, layers: Layers) -> Layers:
-        return {OWN: np.asarray(layers[SUM] / max(layers[STEPS], np.float32(1)))}
+        return {OWN: np.asarray(layers[SUM] / max(layers[STEPS], np.float32(1))), OWN_ROUND: layers[LAST].copy()}
 
     def aggregate_parts(self, uploaded: Sequence[Layers], broadcast: Layers) -> Layers:
         mean = np.mean([layers[OWN] for layers in uploaded], axis=0, dtype=np.float64)
-        dtype = broadcast[MEAN].dtype
-        return {MEAN: mean.astype(dtype), CLIENTS: np.array(len(uploaded), dtype)}
+        dtype, last = broadcast[MEAN].dtype, max(float(layers[OWN_ROUND]) for layers in uploaded)
+        return {
+            MEAN: mean.astype(dtype),
+            CLIENTS: np.array(len(uploaded), dtype),
+            MEAN_ROUND: np.array(last, dtype),
+        }

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.methods.fedsc import CLIENTS, MEAN, OWN, clip_norm, correlation, spectral_loss
+from fedssl.methods.fedsc import CLIENTS, MEAN, MEAN_ROUND, OWN, FedSC, clip_norm, correlation, spectral_loss
 from tests.federation import Federation
 
 SMALL = ["method=fedsc", "strategy=fedavg", "method.projector.hidden_dim=8", "method.projector.out_dim=4"]
@@ -39,10 +39,10 @@ def test_clients_subtract_their_own_matrix(tmp_path):
     federation.run(1)
     plan = federation.plans[3]["method-broadcast"]
     np.testing.assert_allclose(plan[MEAN].numpy(), np.mean(own, axis=0), rtol=1e-6)
-    assert plan[CLIENTS].numpy() == 3
+    assert (plan[CLIENTS].numpy(), plan[MEAN_ROUND].numpy()) == (3, 1)
     method = federation.method
     buffers = dict(method.named_buffers())
-    for name, value in ((MEAN, np.mean(own, axis=0)), (CLIENTS, 3), ("correlation_sum", 2 * own[0])):
+    for name, value in ((MEAN, np.mean(own, axis=0)), (CLIENTS, 3), (MEAN_ROUND, 1), ("correlation_sum", 2 * own[0])):
         buffers[name].copy_(torch.tensor(value))
     buffers["correlation_steps"].fill_(2)
     buffers["correlation_round"].fill_(1)
@@ -50,6 +50,37 @@ def test_clients_subtract_their_own_matrix(tmp_path):
     method.start_round(first=False)
     np.testing.assert_allclose(method._others.numpy(), (own[1] + own[2]) / 2, rtol=1e-5, atol=1e-6)
     assert method._alpha.item() == pytest.approx(0.6)  # halfway from 1 to 0.2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "neighbors"),
+    [("fedavg", lambda one, other: True), ("gossip", lambda one, other: (one - other) % 4 in (1, 3))],  # a ring
+)
+def test_others_are_those_who_trained_with_a_client_or_for_its_model(tmp_path, monkeypatch, strategy, neighbors):
+    """Two of four clients per round. With gossip a model has the matrices of its client's last round."""
+    starts, start_round, alone = [], FedSC.start_round, 0
+
+    def record(method, *, first):
+        start_round(method, first=first)
+        starts.append((method.round, method.client, method._others.numpy().copy(), method._alpha.item()))
+
+    monkeypatch.setattr(FedSC, "start_round", record)
+    small = ["num_clients=4", "clients_per_round=2", "method.projector.batch_norm=false", "rounds=8"]
+    federation = Federation(tmp_path, *SMALL, f"strategy={strategy}", *small)
+    federation.run(8)
+    own = [update["method-upload"][OWN].numpy() for update in federation.updates]
+    trained = {(round, client): matrix for (round, client, *_), matrix in zip(starts, own, strict=True)}
+    for round, client, others, alpha in starts:
+        before = [r for r, one in trained if r < round and (one == client or strategy == "fedavg")]
+        last = max(before, default=0)
+        expected = [
+            matrix for (r, one), matrix in trained.items() if r == last and one != client and neighbors(one, client)
+        ]
+        assert (alpha == 1) == (not expected)
+        alone += not expected
+        if expected:
+            np.testing.assert_allclose(others, np.mean(expected, axis=0), rtol=1e-4, atol=1e-6)
+    assert 2 <= alone < len(starts)
 
 
 def test_alone_it_is_spectral_contrastive_learning(tmp_path):
