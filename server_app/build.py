@@ -328,18 +328,16 @@ def load_client_images(settings: Settings, method: SSLMethod) -> ImageData:
 
 
 def clients_with_few_images(settings: Settings, parts: Sequence[np.ndarray], method: SSLMethod) -> frozenset[int]:
-    """Return the clients with too few images for training, and log them.
-
-    Raises `InputError` if the others are too few for a round.
-    """
+    """Return the clients with too few images, and log them; `InputError` if the others are too few for a round."""
     smallest, needed = method.min_batch_size, settings.aggregation.min_updates
     few = np.flatnonzero(np.fromiter(map(len, parts), np.int64, len(parts)) < smallest).tolist()
     num_others = len(set(range(len(parts) - settings.unseen_clients)).difference(few))
     if num_others < needed:
+        most = sum(map(len, parts)) // smallest  # clients that could have enough images
         raise InputError(
             f"{num_others or 'no'} client{'s have' if num_others > 1 else ' has'} the {smallest} images that "
-            f"{type(method).__name__} needs, and aggregation.min_updates={needed}; lower num_clients={len(parts)}, or "
-            "choose another partition"
+            f"{type(method).__name__} needs, and aggregation.min_updates={needed} with num_clients={len(parts)}; "
+            + (f"set partition=iid and num_clients={most} or lower" if most >= needed else "add images")
         )
     if few:
         listed = ", ".join(map(str, few[:_MAX_LISTED])) + (", ..." if len(few) > _MAX_LISTED else "")

@@ -42,6 +42,11 @@ def resolve_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]
     """Return the validated config without interpolations, and the choice of every group."""
     overrides = normalize(overrides)
     defaults = validate_names(overrides)
+    if several := [override for override in parse(overrides) if override.is_sweep_override()]:
+        raise InputError(
+            f"{several[0].input_line} has several values; set one, or a list as {several[0].key_or_group}=[...], "
+            "or add -m to the command fedssl, which runs a job for each"
+        )
     config, choices = compose_config(overrides)
     check_types(config, defaults)
     validate_config(config)

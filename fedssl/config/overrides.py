@@ -187,5 +187,6 @@ def suggest_setting(key: str, known: Iterable[str]) -> str:
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Return a suggestion for an error message; empty if no choice is similar."""
-    close = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
+    lower = {choice.lower(): choice for choice in choices}
+    close = [lower[match] for match in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.5)]
     return f"; did you mean {' or '.join(close)}" if close else ""

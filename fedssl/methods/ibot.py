@@ -100,7 +100,7 @@ class IBOT(DINO):
         if not isinstance(encoder, TokenEncoder) or "class_token" not in dict(encoder.named_parameters()):
             raise InputError(
                 "IBOT needs an encoder with tokens of patches and a class token; set encoder=vit_tiny "
-                "encoder.pool=token"
+                f"encoder.pool=token augmentation={self.accepted_views.augmentation}"
             )
         super().__init__(
             encoder,

@@ -94,7 +94,7 @@ class IJEPA(EMAMethod):
         target_init: str = "persist",
         exchange_predictor: bool = True,
     ) -> None:
-        tokens = require_tokens(encoder, method="IJEPA")
+        tokens = require_tokens(encoder, method="IJEPA", augmentation=self.accepted_views.augmentation)
         super().__init__(tokens, ema_decay=ema_decay, target_init=target_init, ema_schedule=ema_schedule)
         self.predictor = PatchPredictor(
             self.encoder,

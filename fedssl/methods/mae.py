@@ -87,7 +87,9 @@ class MAE(SSLMethod):
         exchange_decoder: bool = True,
     ) -> None:
         super().__init__()
-        self.encoder = require_tokens(encoder, method=type(self).__name__)
+        self.encoder = require_tokens(
+            encoder, method=type(self).__name__, augmentation=self.accepted_views.augmentation
+        )
         assert encoder.channels is not None
         pixels = self.encoder.patch_size**2 * encoder.channels
         if normalize_patches and pixels == 1:

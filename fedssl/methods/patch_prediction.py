@@ -20,12 +20,15 @@ from fedssl.views import Mask, View
 _EPSILON = 1e-6  # of layer normalization, as in vision transformers
 
 
-def require_tokens(encoder: Encoder, *, method: str) -> TokenEncoder:
-    """Return the encoder; raise `InputError` unless it computes tokens of some of the patches."""
+def require_tokens(encoder: Encoder, *, method: str, augmentation: str) -> TokenEncoder:
+    """Return the encoder; raise `InputError` unless it computes tokens of some of the patches.
+
+    ``augmentation`` is a choice whose views the method accepts.
+    """
     if not isinstance(encoder, TokenEncoder):
         raise InputError(
             f"{method} encodes some of the patches of an image, which {type(encoder).__name__} cannot; "
-            "set encoder=vit_tiny"
+            f"set encoder=vit_tiny augmentation={augmentation}"
         )
     return encoder
 

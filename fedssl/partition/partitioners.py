@@ -33,6 +33,7 @@ InputError
     If the settings do not fit the images.
 """
 
+import itertools
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -76,10 +77,12 @@ def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balanci
     check_arguments("partition", alpha=alpha, min_size=min_size)
     num_images, num_clients = data.num_images, data.num_clients
     labels, order = labeled(data, "dirichlet")
-    dealt = (num_images - len(order)) // num_clients  # images without a label, at least, of every client
-    parts = None
-    if min_size * num_clients <= num_images:
-        parts = dirichlet_rows(
+
+    def draw(num_clients: int, alpha: float) -> list[np.ndarray] | None:
+        if min_size * num_clients > num_images:
+            return None
+        dealt = (num_images - len(order)) // num_clients  # images without a label, at least, of every client
+        return dirichlet_rows(
             labels[order],
             num_clients=num_clients,
             alpha=alpha,
@@ -87,11 +90,18 @@ def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balanci
             seed=derive_seed(data.seed, "partition", "shares"),
             self_balancing=self_balancing,
         )
+
+    parts = draw(num_clients, alpha)
     if parts is None:
+        alphas = (value for value in (1, 10, 100) if value > alpha and draw(num_clients, value) is not None)
+        numbers = (num_clients // 2**power for power in range(1, num_clients.bit_length()))
+        fewer = (number for number in numbers if draw(number, alpha) is not None)
+        remedies = [f"partition.alpha={value}" for value in itertools.islice(alphas, 1)]
+        remedies += [f"num_clients={number}" for number in itertools.islice(fewer, 1)]
+        remedies += ["partition.min_size=0: clients with too few never train"]
         raise InputError(
             f"partition.alpha={alpha} leaves some of num_clients={num_clients} clients with fewer than "
-            f"partition.min_size={min_size} of {num_images} images in every draw; "
-            "raise partition.alpha, lower num_clients, or set partition.min_size=0: clients with too few never train"
+            f"partition.min_size={min_size} of {num_images} images in every draw; set {', or '.join(remedies)}"
         )
     return with_unlabeled([order[rows] for rows in parts], data, labels)
 

@@ -156,5 +156,8 @@ def test_more_clients_than_the_images_fill(tmp_path):
 
 
 def test_a_federation_of_clients_with_too_few_images_is_refused(owners, tmp_path):
-    with pytest.raises(InputError, match="no client has the 3 images that BYOL needs, .*=1; lower num_clients=3"):
+    sentence = "no client has the 3 images that BYOL needs, .*=3; set partition=iid and num_clients=2 or lower"
+    with pytest.raises(InputError, match=sentence):
         run([*owners, "dataset.limit=6", "partition=iid", "method=byol", f"output_dir={tmp_path / 'run'}"])
+    overrides = [*owners, "dataset.limit=6", "partition=iid", "num_clients=2", "method=byol"]
+    run([*overrides, f"output_dir={tmp_path / 'other'}"])

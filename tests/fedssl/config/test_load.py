@@ -96,6 +96,9 @@ def test_every_file_composes(overrides):
         (["lr=0.1"], r"there is no setting 'lr'; did you mean optimizer.lr; `fedssl"),
         (["batchsize=3"], r"there is no setting 'batchsize'; did you mean batch_size; `fedssl"),
         (["dataset.path=/x"], r"there is no setting 'dataset.path', but dataset=.*folder.* has it; `fedssl"),
+        (["method=SimCLR"], r"method=SimCLR does not exist; did you mean simclr or"),
+        (["seed=0,1"], r"^seed=0,1 has several values; set one, or a list as seed=\[...\], or add -m to the command"),
+        (["seed=range(0,3)"], r"^seed=range\(0,3\) has several values"),
         (["rounds=2", "foo"], r"foo does not have the form key=value; write e.g. rounds=5"),
     ],
 )

@@ -56,7 +56,7 @@ def test_clients_subtract_their_own_matrix(tmp_path):
     ("strategy", "neighbors"),
     [("fedavg", lambda one, other: True), ("gossip", lambda one, other: (one - other) % 4 in (1, 3))],  # a ring
 )
-def test_others_are_those_who_trained_with_a_client_or_for_its_model(tmp_path, monkeypatch, strategy, neighbors):
+def test_others_are_clients_of_the_last_round_of_the_model(tmp_path, monkeypatch, strategy, neighbors):
     """Two of four clients per round. With gossip a model has the matrices of its client's last round."""
     starts, start_round, alone = [], FedSC.start_round, 0
 

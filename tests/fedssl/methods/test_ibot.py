@@ -144,7 +144,7 @@ def test_without_weight_or_hidden_patches_it_is_dino() -> None:
     ],
 )
 def test_an_encoder_without_class_token_is_refused(encoder) -> None:
-    with pytest.raises(InputError, match="^IBOT needs .* set encoder=vit_tiny encoder.pool=token$"):
+    with pytest.raises(InputError, match="^IBOT needs .* set encoder=vit_tiny encoder.pool=token augmentation=ibot$"):
         IBOT(encoder(), projector=partial(MLP, hidden_dim=4, out_dim=4), **SETTINGS)
 
 

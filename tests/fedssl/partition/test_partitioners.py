@@ -264,3 +264,17 @@ def test_images_without_a_label_are_dealt_evenly(kind: str) -> None:
     sizes = [len(part) for part in alone]
     if kind != "dirichlet":  # whose shares are random: another order of the images, another rounding
         assert sorted(len(part) - len(rows) for part, rows in zip(parts, unlabeled, strict=True)) == sorted(sizes)
+
+
+@pytest.mark.parametrize(("num_clients", "alpha"), [(10, 0.001), (60, 0.5), (500, 0.5)])
+def test_remedies_of_too_few_images_work(num_clients, alpha):
+    labels = labels_of(*[20] * 10)
+    with pytest.raises(InputError, match="fewer than partition.min_size=2 of 200 images in every draw; set ") as caught:
+        split("dirichlet", labels, num_clients, alpha=alpha, min_size=2)
+    text = str(caught.value).partition("; set ")[2].partition(": ")[0]
+    remedies = [remedy.removeprefix("partition.").split("=") for remedy in text.split(", or ")]
+    for key, value in remedies:
+        settings = {"num_clients": num_clients, "alpha": alpha, "min_size": 2, key: int(value)}
+        split("dirichlet", labels, settings.pop("num_clients"), **settings)
+    keys = [key for key, _ in remedies]
+    assert keys == [*["alpha"] * (num_clients == 10), "num_clients", "min_size"]
