@@ -18,7 +18,7 @@ from fedssl.machine.process import available_cores
 
 log = logging.getLogger("fedssl")
 
-RAY_OVERHEAD_SECONDS = 8.0  # to start and stop Ray with an actor for each of two cores
+RAY_OVERHEAD_SECONDS = 11.0  # to import, start and stop Ray with an actor for each of two cores
 MIN_STEPS_TO_MEASURE = 20  # a run of fewer steps takes less time than a measurement
 LONG_STEP_SECONDS = 1.0  # a step of this duration needs no repetition
 GPU_UNITS = 10_000  # Ray's parts of a GPU

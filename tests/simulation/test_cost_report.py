@@ -44,7 +44,7 @@ def test_the_report_by_hand(tmp_path):
         f"download  {down / 6:,.0f} bytes per client and round, {down:,} in total",
         f"upload    {up / 6:,.0f} bytes per client and round, {up:,} in total",
         "memory    0.0 MB: server 0.0 MB, 2 workers with 0.0 MB each",
-        "time      1.9 s per round, 30 s in total",  # 2 + 1 + 2 * (2 * 0.75 + 0.375) + 15 + 8
+        "time      1.9 s per round, 33 s in total",  # 2 + 1 + 2 * (2 * 0.75 + 0.375) + 15 + 11
     ]
     assert "18 min per round," in format_cost(replace(cost, round_seconds=[1000.0, 1200.0]), startup=2.0)
 

@@ -36,8 +36,8 @@ def test_steps_by_hand():
     [
         # 60 steps of 1 s; n concurrent clients save 60 (1 - 1/n) s.
         (2, 1, 1.0, EngineChoice("ray", 2, "about 60 s of training, clients at once: 2")),
-        (2, 1, 0.25, EngineChoice("local", 2, "about 15 s of training, clients at once: 2")),  # saves 7.5 s
-        (16, 1, 0.25, EngineChoice("ray", 3, "about 15 s of training, clients at once: 3")),  # saves 10 s
+        (2, 1, 0.3, EngineChoice("local", 2, "about 18 s of training, clients at once: 2")),  # saves 9 s
+        (16, 1, 0.3, EngineChoice("ray", 3, "about 18 s of training, clients at once: 3")),  # saves 12 s
         (2, 2, 100.0, EngineChoice("local", 1, "fewer than two clients fit on this machine at once")),
         (1, 1, 100.0, EngineChoice("local", 1, "fewer than two clients fit on this machine at once")),
     ],
