@@ -82,7 +82,7 @@ def differing_results(run: Run, other: Run) -> str:
 
 @cache
 def _warn_once(text: str) -> None:
-    log.warning(text)  # a command groups the same runs for each of its tables and figures
+    log.warning(sanitize(text))  # a command groups the same runs for each of its tables and figures
 
 
 def compared_settings(
