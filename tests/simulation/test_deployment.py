@@ -49,7 +49,7 @@ def test_invalid_settings_are_rejected_before_submission(overrides, sentence, tm
     [
         (["secure_aggregation=secagg_plus"], "reveals only the sum of updates; set .*aggregation.max_norm_ratio=null"),
         (
-            ["secure_aggregation=secagg_plus", "aggregation.max_norm_ratio=null"],
+            ["secure_aggregation=secagg_plus", "aggregation.max_norm_ratio=null", "strategy=l_dawa"],
             "needs a strategy that adds up the clients, but strategy=l_dawa compares, selects or corrects them on",
         ),
         (
