@@ -1,4 +1,4 @@
-"""FedU: every cell of Table 4, when DAPU decides and when that holds, L-DAWA_FedU."""
+"""FedU: every cell of Table 4, and when DAPU decides and when that holds."""
 
 from functools import partial
 
@@ -6,15 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.arrays import GlobalLayers
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import exchanged_names
 from fedssl.rules import check_rules
-from fedssl.wire.messages import NUM_EXAMPLES, ClientUpdate
 from strategies.fedu import DISTANCE, USE_GLOBAL_PREDICTOR, FedU
-from strategies.l_dawa import l_dawa, scale_layers
 from strategies.l_dawa_fedu import LDAWAFedU
 from tests.arrays import same
 from tests.contexts import run_context
@@ -131,28 +128,3 @@ def test_refused_combinations(strategy, options, make, sentence):
 def test_refused_weightings(strategy, choices):
     with pytest.raises(InputError, match=f"^strategy.weighting=size must be {choices}$"):
         strategy(weighting="size")
-
-
-def test_l_dawa_fedu_is_eq_5_on_the_server():
-    method, strategy = make_byol(), LDAWAFedU()
-    assert strategy.describe_communication(method).required_metrics == (NUM_EXAMPLES,)
-    layers = some_layers(method, 0)
-    updates = [
-        ClientUpdate(layers=some_layers(method, client + 1), partition_id=client, num_examples=10 + client)
-        for client in range(3)
-    ]
-    reference, rule = GlobalLayers(layers), strategy.server.aggregator(1)
-    rule.start(reference)
-    for update in updates:
-        rule.add(update, reference.cosines_of(update.layers))
-    assert same(rule.finish(), l_dawa(layers, updates, weighting="examples"))
-
-
-@pytest.mark.parametrize("aggregate", ["online", "target"])
-def test_clients_scale_the_networks_that_they_send(tmp_path, aggregate):
-    method = make_byol()
-    plan = make_plan(1, some_layers(method, 1))
-    plain = participate(method, LDAWAFedU(aggregate=aggregate), plan, tmp_path / "plain")[2]
-    scaled = participate(method, LDAWAFedU(aggregate=aggregate, scale_at="client"), plan, tmp_path / "scaled")[2]
-    assert same(scaled, scale_layers(plan.layers, plain))
-    assert not same(scaled, plain)

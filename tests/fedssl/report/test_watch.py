@@ -1,33 +1,12 @@
-"""Runs that are followed, with locks held by this process and no time spent."""
+"""A sweep that is followed, with locks held by this process and no time spent."""
 
-import fcntl
 from pathlib import Path
-from typing import TextIO
 
 from fedssl.report.cli import report
-from fedssl.runs.run import acquire_lock, is_locked
 from tests.fedssl.report.test_html_page import job
+from tests.fedssl.runs.test_run import locked
 
 EVERY = 7.0
-
-
-def locked(folder: Path) -> TextIO:
-    lock = (folder / ".lock").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return lock
-
-
-def test_a_folder_is_held_until_its_holder_lets_go(tmp_path: Path):
-    assert not is_locked(tmp_path)
-    lock = acquire_lock(tmp_path)
-    assert lock is not None
-    assert is_locked(tmp_path)
-    assert acquire_lock(tmp_path) is None
-    lock.close()
-    assert not is_locked(tmp_path)
-    assert acquire_lock(tmp_path / "missing") is None
-    (tmp_path / "other" / ".lock").mkdir(parents=True)  # no file
-    assert not is_locked(tmp_path / "other")
 
 
 def test_a_sweep_is_followed_to_its_end(tmp_path: Path, monkeypatch, capsys):

@@ -1,0 +1,28 @@
+"""Seeds: a function of the run's seed and the path, in every process."""
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from fedssl.seeding import derive_seed, numpy_generator, torch_generator
+
+PATHS = [(), ("train",), ("train", 1), ("train", 2), ("train", 1, 2), ("train", 12), ("niart", 1), (1, "train")]
+
+
+def test_seeds_are_those_of_every_version():
+    # 0x6e61 is "an" in little-endian order, by NumPy's documented `SeedSequence`, less the sign bit.
+    (expected,) = np.random.SeedSequence([3, 0x6E61, 7]).generate_state(1, np.uint64)
+    assert derive_seed(3, "an", 7) == int(expected) >> 1
+    assert derive_seed(0, "train", 1, 2) == 7_663_366_298_219_528_478
+
+
+def test_every_path_and_seed_has_its_own_draws():
+    seeds = sorted(derive_seed(seed, *path) for seed in (0, 1) for path in PATHS)
+    assert all(one < other for one, other in pairwise(seeds))
+    assert seeds[0] >= 0
+    assert seeds[-1] < 2**63
+    for make in (numpy_generator, torch_generator):
+        first, again, other = (make(0, "train", round) for round in (1, 1, 2))
+        draw = (lambda one: one.random()) if make is numpy_generator else (lambda one: torch.rand((), generator=one))
+        assert draw(first) == draw(again) != draw(other)
