@@ -12,13 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 import pytest
 
-RENDERED = (
-    "fedssl/plots",
-    "fedssl/report",
-    "examples/test_theory.py",
-    "strategies/test_gossip.py",
-    "strategies/test_topology.py",
-)
+RENDERED = ("fedssl/plots", "fedssl/report", "examples/test_theory.py")
+RENDERED += ("strategies/test_gossip.py", "strategies/test_topology.py")
 """Tests of figures. In all others a run draws no figures, which takes half the time of a small run."""
 
 
@@ -29,9 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="CIFAR-10, as dataset.path takes it: read it, and train every method on it (40 CPU minutes)",
     )
     parser.addoption("--heavy", action="store_true", help="run tests that are marked heavy too")
-    parser.addoption(
-        "--record-digests", action="store_true", help="store the digests of this commit (test_digests.py, -n 0)"
-    )
+    parser.addoption("--record-digests", action="store_true", help="store these digests (test_digests.py, -n 0)")
     parser.addoption(
         "--digests",
         metavar="FILE",
@@ -121,9 +114,8 @@ def _no_rendering(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not request.path.relative_to(Path(__file__).parent).as_posix().startswith(RENDERED):
             patch.setattr("matplotlib.figure.Figure.savefig", lambda figure, stream, **style: stream.write(b"\x89PNG"))
-            patch.setattr(
-                "server_app.callbacks.evaluation.save_partition_plot", lambda file, *args, **kwargs: _write_figure(file)
-            )
+            name = "server_app.callbacks.evaluation.save_partition_plot"
+            patch.setattr(name, lambda file, *args, **kwargs: _write_figure(file))
             patch.setattr(
                 "server_app.callbacks.evaluation.write_final_plots",
                 lambda folder: [_write_figure(folder / "figures" / f"{name}.png") for name in FINAL_PLOTS],

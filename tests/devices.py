@@ -30,9 +30,8 @@ def write_images(folder: Path, number: int, *, seed: int = 0, size: int = 8) -> 
 
 def context(**node_config) -> Context:
     """Of a node with this configuration; _ stands for - in its keys."""
-    config = {
-        key.replace("_", "-"): str(value) if isinstance(value, Path) else value for key, value in node_config.items()
-    }
+    plain = {key: str(value) if isinstance(value, Path) else value for key, value in node_config.items()}
+    config = {key.replace("_", "-"): value for key, value in plain.items()}
     return Context(run_id=RUN_ID, node_id=2, node_config=config, state=RecordDict(), run_config={})
 
 

@@ -133,9 +133,8 @@ class Fleet:
 
     def online(self) -> int:
         """How many SuperNodes the SuperLink counts as there."""
-        port = EngineSettings(
-            name="deployment", address=f"127.0.0.1:{self.port}", root_certificates=str(self.keys / "ca.crt")
-        )
+        address, roots = f"127.0.0.1:{self.port}", str(self.keys / "ca.crt")
+        port = EngineSettings(name="deployment", address=address, root_certificates=roots)
         with control_api(port) as control:
             return sum(node.status == "online" for node in control.ListNodes(ListNodesRequest()).nodes_info)
 

@@ -66,14 +66,8 @@ def test_a_collapse_is_told_while_it_happens(tmp_path):
     """Without normalisation behind its projector SimSiam lets images vary along one line only."""
     overrides = ["experiment=digits_methods", "method=simsiam", "final_evaluation=none", "evaluation=none", "threads=1"]
     overrides += ["rounds=8", "evaluate_every=8", "collapse_images=256", "measure_resources=false"]
-    run(
-        [
-            *overrides,
-            "method.projector.last_batch_norm=false",
-            "method.projector.num_layers=2",
-            f"output_dir={tmp_path / 'run'}",
-        ]
-    )
+    heads = ["method.projector.last_batch_norm=false", "method.projector.num_layers=2"]
+    run([*overrides, *heads, f"output_dir={tmp_path / 'run'}"])
     assert "the representation has collapsed in the global model" in (tmp_path / "run" / "run.log").read_text()
 
 
@@ -86,13 +80,8 @@ def unlearned_images(cifar10, tmp_path_factory):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_learns_from_images(method, cifar10, unlearned_images, tmp_path):
-    overrides = [
-        *IMAGES,
-        f"dataset.path={cifar10}",
-        f"method={method}",
-        *NEEDS.get(method, []),
-        *ON_IMAGES.get(method, []),
-    ]
+    overrides = [*IMAGES, f"dataset.path={cifar10}", f"method={method}"]
+    overrides += [*NEEDS.get(method, []), *ON_IMAGES.get(method, [])]
     found = accuracy(tmp_path / "run", "knn", *overrides)
     assert found["federated"] > found["untrained"] + 5  # 2,000 test images: a standard error of one point
     assert found["federated"] > unlearned_images + 2

@@ -261,12 +261,7 @@ def text_file(read):
     """A reader of a text file, with a planted value as YAML, JSON, CSV or a line."""
 
     def use(folder, value):
-        for text in (
-            yaml.safe_dump({"epochs": value}),
-            json.dumps(value),
-            f"client,label\n0,{value}\n",
-            f"0 {value}\n",
-        ):
+        for text in (yaml.safe_dump({"a": value}), json.dumps(value), f"client,label\n0,{value}\n", f"0 {value}\n"):
             (folder / "file").write_text(text)
             yield lambda: read(folder / "file")
 

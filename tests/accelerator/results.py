@@ -12,15 +12,8 @@ from safetensors.torch import load_file
 from client_app.state_store import read_state
 from fedssl.export import load_encoder
 
-UNEQUAL = (
-    "bytes_down",
-    "seconds",
-    "memory",
-    "overrides",
-    "command",
-    "checksum",
-    "versions",
-)  # of two runs with the same numbers
+# Of two runs with the same numbers.
+UNEQUAL = ("bytes_down", "seconds", "memory", "overrides", "command", "checksum", "versions")
 Numbers = dict[str, np.ndarray]
 
 

@@ -25,6 +25,7 @@ from simulation.run import run
 from tests.accelerator.device import NAME, limited_memory, recorded
 from tests.accelerator.results import assert_equal, numbers_of
 from tests.accelerator.test_runs import BASE, OF_A_RUN, run_on_device
+from tests.cases import some
 from tests.resuming import repeat_from
 
 DEVICE = f"{NAME}:1"  # not the current one: what is created on the current device is on the wrong one
@@ -59,9 +60,7 @@ def evaluate(folder: Path, name: str, *overrides: str) -> Any:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "fine_tune" else pytest.mark.heavy) for name in EVALUATIONS]
-)
+@pytest.mark.parametrize("name", some(EVALUATIONS, default=["fine_tune"]))
 def test_evaluations_give_the_numbers_of_the_cpu(accelerator, finished, name):
     overrides = [*EVALUATIONS[name], "dataset.limit=400"]
     there = accelerator(evaluate, finished, name, *overrides).result()

@@ -19,11 +19,8 @@ CLIENTS, EPOCHS = 2, 2
 BASE = ["dataset=digits", f"num_clients={CLIENTS}", f"local_epochs={EPOCHS}", "batch_size=8"]  # 4 steps per epoch
 BASE += ["measure_resources=false", "collapse_images=0", "evaluate_every=0"]
 VIT = ["encoder=vit_tiny", "encoder.patch=4", "encoder.width=16", "encoder.depth=2", "encoder.heads=2"]
-TRANSFER, DATA, TRAIN = (
-    "fedssl/machine/device_copies.py",
-    "fedssl/machine/devices.py:to_device",
-    "fedssl/training.py:train",
-)
+TRANSFER, TRAIN = "fedssl/machine/device_copies.py", "fedssl/training.py:train"
+DATA = "fedssl/machine/devices.py:to_device"
 SETUP = ("client_app/worker.py:ClientWorker.__init__", "fedssl/methods/base.py:SSLMethod._apply")
 PARAMETERS = {
     ("to_device", f"{TRANSFER}:copy_from_cpu"): 2,
@@ -80,9 +77,7 @@ def test_parameters_cross_once_per_dtype_and_direction(accelerator, method, tmp_
         assert first[key] == CLIENTS * usual[key] + (server if "to_cpu" in key[1] else 0)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.heavy) for name in SETTINGS]
-)
+@pytest.mark.parametrize("name", some(SETTINGS, default=DEFAULT))
 def test_settings_need_no_further_copy(accelerator, name, tmp_path):
     _, second = accelerator(events_of_rounds, str(tmp_path), SETTINGS[name]).result()
     assert per_client(second) == PLAIN

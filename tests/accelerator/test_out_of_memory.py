@@ -178,9 +178,8 @@ def test_without_a_fitting_batch_the_reason_names_a_smaller_encoder(tmp_path):
         tried.append((batch_size, precision))
         raise torch.OutOfMemoryError("full")
 
-    settings = parse_client_config(
-        compose([*SMALL, "batch_size=10", "device=cpu", f"output_dir={tmp_path}"]).client_yaml
-    )
+    settings = compose([*SMALL, "batch_size=10", "device=cpu", f"output_dir={tmp_path}"])
+    settings = parse_client_config(settings.client_yaml)
     reason = memory_retry._reason(settings, try_steps, names_others=False)
     expected = "batch_size=10 and precision=fp32 do not fit into accelerator memory; no batch_size fits; set a smaller"
     assert reason == f"{expected} encoder"

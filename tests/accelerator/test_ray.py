@@ -153,9 +153,7 @@ def test_shares_use_every_gpu_before_any_has_two_clients(environment, tmp_path):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(
-    ("num_bytes", "fit"), [(2 * OUTSIDE_TENSORS + 1_000_000, 1), (2 * OUTSIDE_TENSORS + GB // 4, 2)]
-)
+@pytest.mark.parametrize(("num_bytes", "fit"), [(2 * OUTSIDE_TENSORS + 10**6, 1), (2 * OUTSIDE_TENSORS + GB // 4, 2)])
 def test_measured_memory_limits_the_clients_of_a_gpu(environment, tmp_path, num_bytes, fit):
     """Without the tensors of a step, which occupy more than a megabyte, two clients would fit both times."""
     environment |= {on_ray.MEMORY: ",".join([str(num_bytes)] * 4), on_ray.CPUS: "8"}

@@ -13,6 +13,7 @@ import torch
 from simulation.run import run
 from tests import test_digests
 from tests.accelerator.results import assert_equal, numbers_of
+from tests.cases import some
 from tests.methods import METHODS, overrides_of
 
 OF_A_RUN = 1000  # operators; data and copies are fewer
@@ -103,9 +104,7 @@ def as_on_accelerator(monkeypatch) -> None:
         monkeypatch.setattr(f"fedssl.{module}.is_gpu", lambda device: True)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.heavy) for name in RUNS]
-)
+@pytest.mark.parametrize("name", some(RUNS, default=DEFAULT))
 @pytest.mark.usefixtures("as_on_accelerator")
 def test_a_run_gives_the_numbers_of_the_cpu(accelerator, name, tmp_path):
     compare(accelerator, tmp_path, RUNS[name], atol=TOLERANCES.get(name, 0.0))

@@ -68,9 +68,8 @@ def test_failed_runs_are_repeated_and_stopped_ones_resumed(tmp_path, command, ca
 
 def entry(rule: str, seed: int, linear: float, method: str = "simclr") -> BenchResult:
     results = {"linear": linear, "knn": linear - 0.1}
-    return BenchResult(
-        "cpu", rule, method, seed, results, {"linear": 0.3, "knn": 0.2}, 2e6, "a machine", "2026-01-01", {}
-    )
+    scores = {"linear": 0.3, "knn": 0.2}
+    return BenchResult("cpu", rule, method, seed, results, scores, 2e6, "a machine", "2026-01-01", {})
 
 
 def test_other_entries_of_the_file_are_kept(tmp_path: Path) -> None:

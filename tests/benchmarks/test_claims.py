@@ -15,10 +15,8 @@ CLAIM = Claim("fedu", "Table 0", "A", "above", "B", "here", "linear", (60.0, 50.
 
 
 def rows_of(a: list[float], b: list[float]) -> dict[str, dict[int, dict[str, float]]]:
-    return {
-        f"s/m/{name}": {seed: {"linear": value} for seed, value in enumerate(values)}
-        for name, values in (("a", a), ("b", b))
-    }
+    rows = {"s/m/a": a, "s/m/b": b}
+    return {name: {seed: {"linear": value} for seed, value in enumerate(values)} for name, values in rows.items()}
 
 
 def test_outcomes_by_hand():

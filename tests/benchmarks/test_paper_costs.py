@@ -13,9 +13,7 @@ from fedssl.schedule.phases import end_to_end, layer_wise, progressive
 
 ROUNDS, BLOCKS = 180, 12
 IMAGE = torch.zeros(1, 3, 32, 32)
-SCHEDULES = {
-    schedule.__name__: schedule(rounds=ROUNDS, depth=BLOCKS) for schedule in (end_to_end, layer_wise, progressive)
-}
+SCHEDULES = {kind.__name__: kind(rounds=ROUNDS, depth=BLOCKS) for kind in (end_to_end, layer_wise, progressive)}
 PROJECTOR = partial(MLP, hidden_dim=4096, out_dim=256, num_layers=3, last_batch_norm=True)
 
 

@@ -43,10 +43,8 @@ TUNED = [
 
 
 def test_rows_have_the_rate_of_the_best_tuning_mean():
-    assert best_rates("digits", [*TUNED, made("fedavg", 0.03, 0, 0.99, part="alpha 0.1")]) == {
-        "fedavg": 0.1,
-        "l_dawa": 0.3,
-    }
+    rows = [*TUNED, made("fedavg", 0.03, 0, 0.99, part="alpha 0.1")]
+    assert best_rates("digits", rows) == {"fedavg": 0.1, "l_dawa": 0.3}
 
 
 def test_tuned_rows_run_variants_with_the_rate_of_l_dawa():

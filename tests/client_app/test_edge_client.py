@@ -116,18 +116,12 @@ def test_all_images_below_its_folder_are_a_devices_images(plan, node, tmp_path):
 FULL = "seed: 0\nrun_id: x\naugmentation:\n  _target_: numpy.testing.runstring\n"
 ATTEMPTS = {
     "settings in full": (lambda plan: changed(plan, settings=FULL), "the task is not JSON"),
-    "a class": (
-        lambda plan: with_task(plan, augmentation___target_="numpy.testing.runstring"),
-        "no setting 'augmentation._target_'",
-    ),
+    "a class": (lambda plan: with_task(plan, augmentation___target_="os.mkdir"), "no setting 'augmentation._target_'"),
     "a class in a value": (lambda plan: with_task(plan, clip_norm={"_target_": "antigravity.x"}), "the key '_target_'"),
     "an interpolation": (lambda plan: with_task(plan, encoder__width="${oc.env:HOME}"), "width has an interpolation"),
     "a path": (lambda plan: with_task(plan, dataset__path="/"), "no setting 'dataset.path'"),
     "a run outside": (lambda plan: with_task(plan, run_id="../../evil"), "is not a valid run id"),
-    "a choice": (
-        lambda plan: with_task(plan, choices={"encoder": "evil"}),
-        "encoder=evil is not a choice of this edge client",
-    ),
+    "a choice": (lambda plan: with_task(plan, choices={"encoder": "x"}), "encoder=x is not a choice of this edge"),
     "a group": (lambda plan: with_task(plan, choices={"dataset": "digits"}), "the task must choose in"),
     "a batch of nothing": (
         lambda plan: with_task(plan, batch_size=0),
@@ -137,10 +131,7 @@ ATTEMPTS = {
     "many epochs": (lambda plan: with_task(plan, local_epochs=101), "local_epochs=101 but this device allows 100"),
     "large images": (lambda plan: with_task(plan, dataset__size=10**6), "dataset.size is beyond 65536"),
     "larger images": (lambda plan: with_task(plan, dataset__size=513), "dataset.size=513 but this device allows 512"),
-    "large views": (
-        lambda plan: with_task(plan, augmentation__size=60_000),
-        "augmentation.size=60000 must be at most 4,096",
-    ),
+    "large views": (lambda plan: with_task(plan, augmentation__size=5000), "augmentation.size=5000 must be at most"),
     "a large model": (lambda plan: with_task(plan, encoder__width=60_000), "a training step takes about"),
     "large heads": (
         lambda plan: with_task(plan, method__projector__hidden_dim=65_536, method__projector__num_layers=256),
@@ -149,20 +140,14 @@ ATTEMPTS = {
     "other code": (lambda plan: changed(plan, code_fingerprint="evil"), "the client runs other code"),
     "a round that never was": (lambda plan: changed(plan, round=-1), "round=-1 of the plan is not from 1"),
     "no end of rounds": (lambda plan: changed(plan, round=10**9), "round=1000000000 of the plan"),
-    "keep nothing": (
-        lambda plan: changed(plan, oldest_resumable_round=7),
-        "oldest-resumable-round=7 of the plan is not from 0 to 1",
-    ),
+    "keep nothing": (lambda plan: changed(plan, oldest_resumable_round=7), "round=7 of the plan is not from 0 to 1"),
     "no number": (lambda plan: changed(plan, lr_factor=float("nan")), "lr-factor=nan of the plan"),
     "a depth": (lambda plan: changed(plan, num_stages=10**6), "num-stages=1000000 of the plan is not from 1 to 256"),
     "frozen beyond": (
         lambda plan: changed(plan, num_stages=1, num_frozen_stages=2),
         "num-frozen-stages=2 of the plan is not from 0 to 1",
     ),
-    "what is private": (
-        lambda plan: changed(plan, upload_names="\nencoder.nothing"),
-        "layer 'encoder.nothing' was asked for",
-    ),
+    "what is private": (lambda plan: changed(plan, upload_names="\nencoder.x"), "layer 'encoder.x' was asked for"),
     "no plan": (lambda plan: RecordDict(), "KeyError; see the log of the device"),
 }
 
@@ -186,9 +171,8 @@ def test_another_runs_states_are_never_read_or_dropped(plan, node, tmp_path):
     # The same run under other settings, which would send up what FedBN keeps.
     reason = refusal(changed(with_task(plan, choices={"strategy": "fedavg"}), round=2, oldest_resumable_round=2), node)
     assert reason == "run_id=mine is another run here, with other settings; settings of a run do not change"
-    assert not ask(
-        changed(with_task(plan, run_id="other"), round=3, oldest_resumable_round=3), context(**node)
-    ).has_error()
+    other = changed(with_task(plan, run_id="other"), round=3, oldest_resumable_round=3)
+    assert not ask(other, context(**node)).has_error()
     assert kept.read_bytes() == before
     assert not ask(changed(with_task(plan, rounds=9), round=2), context(**node)).has_error()  # it may go on for longer
 
@@ -225,10 +209,7 @@ def test_images_of_16_bits_need_two_bytes_per_value(allowed, storage, plan, tmp_
     [
         ({}, "this SuperNode has no folder of images; start it with --node-config 'data-path=\"FOLDER\"'"),
         ({"partition-id": 0, "num-partitions": 2}, "this SuperNode has no folder of images"),
-        (
-            {MARKER_KEY: True, "partition-id": 0, "num-partitions": 2},
-            "the node's configuration has fedssl-simulation; known are",
-        ),
+        ({MARKER_KEY: True, "partition-id": 0, "num-partitions": 2}, "configuration has fedssl-simulation; known are"),
         ({"data-path": "x", "state": "y"}, "the node's configuration has state; known are data-path, client-name"),
         ({"data-path": "x", "client-name": "../x"}, "InputError; see the log of the device"),
         ({"data-path": "x", "client-name": "a b"}, "client-name='a b' is not a valid client name"),
@@ -271,10 +252,8 @@ def test_what_is_told_of_an_error():
     assert safe_error_message(full) == "OSError (No space left on device); see the log of the device"
     assert safe_error_message(InputError("no /home/anna/images here")) == "InputError; see the log of the device"
     assert safe_error_message(ValueError("secret")) == "ValueError; see the log of the device"
-    assert (
-        safe_error_message(RequestRefused("method=fedu/byol\x1b[2J\n" + "x" * 500))
-        == "method=fedu/byol [2J " + "x" * 279
-    )
+    refusal = RequestRefused("method=fedu/byol\x1b[2J\n" + "x" * 500)
+    assert safe_error_message(refusal) == "method=fedu/byol [2J " + "x" * 279
 
 
 def test_unusable_images_are_named_on_the_device_alone(plan, node, tmp_path, caplog):

@@ -155,9 +155,8 @@ def test_images_that_are_added_or_deleted_are_noticed(plan, device, supervisor):
 
     def images():
         content.config_records[CONFIG]["round"] += 1  # of one run, whose worker is kept
-        return ClientUpdate.from_content(
-            forward(message(content), device, supervisor=supervisor).content, 0
-        ).num_examples
+        reply = forward(message(content), device, supervisor=supervisor)
+        return ClientUpdate.from_content(reply.content, 0).num_examples
 
     assert images() == 6
     added.rename(folder / "added.png")

@@ -253,10 +253,7 @@ def without_checksum(content):
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        *(cut, flipped, renamed, longer, header_of_another_length, without_checksum),
-        *(lambda content: b"", lambda content: bytes(128)),
-    ],
+    [cut, flipped, renamed, longer, header_of_another_length, without_checksum, lambda _: b"", lambda _: bytes(128)],
 )
 def test_a_damaged_state_is_named_and_the_one_before_used(tmp_path, caplog, damage):
     many = {"target.weight": torch.arange(1000.0), "target.bias": torch.zeros(3)}

@@ -26,10 +26,8 @@ SEEDED = [*SMALL, "seed=3"]
 @pytest.fixture
 def image_folders(tmp_path):
     """Folders with different numbers of images for three owners."""
-    return {
-        name: write_images(tmp_path / "images" / name, 9 + index, seed=index)
-        for index, name in enumerate(("a", "b", "c"))
-    }
+    folder = tmp_path / "images"
+    return {name: write_images(folder / name, 9 + index, seed=index) for index, name in enumerate("abc")}
 
 
 def partitions(run):

@@ -49,17 +49,14 @@ def test_keys_are_private_and_certificates_hold(made):
 
 def test_python_itself_trusts_the_certificate_strictly(made):
     # Required by Python 3.13 by default: the extensions of RFC 5280.
-    client, server = (
-        ssl.create_default_context(purpose) for purpose in (ssl.Purpose.SERVER_AUTH, ssl.Purpose.CLIENT_AUTH)
-    )
+    purposes = ssl.Purpose.SERVER_AUTH, ssl.Purpose.CLIENT_AUTH
+    client, server = map(ssl.create_default_context, purposes)
     client.load_verify_locations(made / "ca.crt")
     client.verify_flags |= ssl.VERIFY_X509_STRICT
     server.load_cert_chain(made / "server.crt", made / "server.key")
     one, other = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = [
-        client.wrap_bio(one, other, server_hostname="fed.example.org"),
-        server.wrap_bio(other, one, server_side=True),
-    ]
+    ends = [client.wrap_bio(one, other, server_hostname="fed.example.org")]
+    ends += [server.wrap_bio(other, one, server_side=True)]
     for _ in range(3):
         for end in ends:
             try:

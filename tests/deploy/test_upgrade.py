@@ -77,9 +77,8 @@ def old(tmp_path):
 def device_command(environment: Path, *arguments: object) -> str:
     """Return the output of the installed ``fedssl-device``."""
     command = [environment / "bin" / "python", "-P", "-c", "from fedssl.command_line import fedssl_device as f; f()"]
-    ran = subprocess.run(
-        [*command, *map(str, arguments)], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}
-    )
+    environment = {"PATH": "/usr/bin:/bin"}
+    ran = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 

@@ -15,15 +15,8 @@ from simulation.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "plugin"
-SMALL = [
-    "num_clients=4",
-    "rounds=2",
-    "local_epochs=1",
-    "dataset.limit=60",
-    "threads=1",
-    "evaluate_every=1",
-    "collapse_images=0",
-]
+SMALL = ["num_clients=4", "rounds=2", "local_epochs=1", "dataset.limit=60", "threads=1"]
+SMALL += ["evaluate_every=1", "collapse_images=0"]
 
 
 def commands() -> list[list[str]]:

@@ -34,29 +34,15 @@ def test_the_numbers_of_lw_fedssl(name):
     assert config.partition._target_ == "fedssl.partition.iid"
     assert (config.strategy._target_, config.strategy.weighting) == ("strategies.fedavg.FedAvg", "examples")
     first, second = config.augmentation.views
-    assert (first.blur_prob, first.get("solarize_prob", 0), second.blur_prob, second.solarize_prob) == (
-        1.0,
-        0,
-        0.1,
-        0.2,
-    )
+    probs = first.blur_prob, first.get("solarize_prob", 0), second.blur_prob, second.solarize_prob
+    assert probs == (1.0, 0, 0.1, 0.2)
     head = config.method.projector
-    assert (head.hidden_dim, head.out_dim, head.num_layers, head.batch_norm, head.last_batch_norm) == (
-        4096,
-        256,
-        3,
-        True,
-        True,
-    )
+    sizes = head.hidden_dim, head.out_dim, head.num_layers
+    assert (*sizes, head.batch_norm, head.last_batch_norm) == (4096, 256, 3, True, True)
     if not simclr:
         head = config.method.predictor
-        assert (head.hidden_dim, head.out_dim, head.num_layers, head.batch_norm, head.last_batch_norm) == (
-            4096,
-            256,
-            2,
-            True,
-            True,
-        )
+        sizes = head.hidden_dim, head.out_dim, head.num_layers
+        assert (*sizes, head.batch_norm, head.last_batch_norm) == (4096, 256, 2, True, True)
         assert (config.method.ema_decay, config.method.target_init) == (0.99, "reset")
     if "moco" in config.method._target_:
         assert (config.method.loss_scale, config.method.train_patches) == (1, True)
@@ -76,9 +62,8 @@ def test_the_schedules_of_lw_fedssl(name):
         assert frozen == ([0] * 12 if name == "prog_fedssl" else list(range(12)))
     assert dropout == ({0.5} if name == "fll" else {0.0})
     schedule = LRSchedule(settings.lr_schedule.instantiate(), phases, settings.rounds)
-    assert [schedule(round) for round in (1, 91, 180)] == pytest.approx(
-        [0.5 * (1 + cos(pi * done / 180)) for done in (0, 90, 179)]
-    )
+    expected = [0.5 * (1 + cos(pi * done / 180)) for done in (0, 90, 179)]
+    assert [schedule(round) for round in (1, 91, 180)] == pytest.approx(expected)
 
 
 def test_the_calibration_of_lw_fedssl_is_of_cifar10(tmp_path):
@@ -87,12 +72,8 @@ def test_the_calibration_of_lw_fedssl_is_of_cifar10(tmp_path):
     data = [f"dataset.path={tmp_path}", f"calibration.dataset.path={tmp_path}"]
     settings = compose(["experiment=lw_fedssl/lw_fedssl", "num_clients=2", *data])
     calibration = settings.calibration
-    assert (calibration.has_own_dataset, calibration.share, calibration.epochs, calibration.when) == (
-        True,
-        0.1,
-        3,
-        "end",
-    )
+    assert (calibration.has_own_dataset, calibration.share) == (True, 0.1)
+    assert (calibration.epochs, calibration.when) == (3, "end")
     assert calibration.data.federated == "train"
     assert load_federated(calibration.data).images.shape == (40, 3, 32, 32)
     clients = load_federated(settings.data)

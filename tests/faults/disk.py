@@ -136,9 +136,9 @@ class Disk:
         return [path for path in self.folder.rglob("*") if path.is_file()]
 
     def _folders(self) -> list[Path]:
-        return (
-            [self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())] if self.folder.exists() else []
-        )
+        if not self.folder.exists():
+            return []
+        return [self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())]
 
 
 def _inodes(folder: Path) -> dict[str, int]:

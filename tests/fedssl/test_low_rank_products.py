@@ -46,10 +46,8 @@ def test_nearly_equal_products_keep_their_differences(step):
     initial = low_rank(0, (40, 60), 4)
     near = [LowRank(initial.b + step * low_rank(k, (40, 60), 4).b, initial.a + step * low_rank(k, (40, 60), 4).a, 1.5)
             for k in (1, 2, 3)]  # fmt: skip
-    exact = [
-        1.5 * (one.b.astype(np.longdouble) @ one.a - initial.b.astype(np.longdouble) @ initial.a).ravel()
-        for one in near
-    ]
+    products = [one.b.astype(np.longdouble) @ one.a for one in (initial, *near)]
+    exact = [1.5 * (product - products[0]).ravel() for product in products[1:]]
     expected = np.array([[float(x @ y) for y in exact] for x in exact])
     lengths = np.sqrt(expected.diagonal())
     np.testing.assert_array_less(abs(deviation_products(initial, near) - expected), 1e-10 * np.outer(lengths, lengths))
@@ -86,9 +84,8 @@ def test_cosines_do_not_depend_on_the_factors_of_a_product():
     start = GlobalLayers({"a": low_rank(0).a, "b": low_rank(0).b}, FactorPairs((LowRankLayer("w", "a", "b", 1.5),)))
     b, a = low_rank(1).b, low_rank(1).a
     turn = np.array([[2.0, 1], [-1, 3]])
-    one, other = (
-        start.cosines_of(layers) for layers in ({"a": a, "b": b}, {"a": np.linalg.solve(turn, a), "b": b @ turn})
-    )
+    layers = {"a": a, "b": b}, {"a": np.linalg.solve(turn, a), "b": b @ turn}
+    one, other = map(start.cosines_of, layers)
     assert other.weights == pytest.approx(one.weights, rel=1e-13)
     x, y = dense(low_rank(0)).ravel(), dense(low_rank(1)).ravel()
     assert one.weights == pytest.approx({"w": x @ y / np.sqrt((x @ x) * (y @ y))}, rel=1e-12)

@@ -217,10 +217,8 @@ def test_every_method_and_regularizer_can_be_measured(overrides):
     LocalTrainer.build(settings.training, method)  # adds the parts that the regularizer uses
     images, labels = make_images(16, size=8), torch.arange(16) % 10
     before = copy.deepcopy(method.state_dict())
-    costs = [
-        step_cost(method, images=images, training=LocalTrainer.build(settings.training, method), labels=labels)
-        for _ in range(2)
-    ]
+    trainers = (LocalTrainer.build(settings.training, method) for _ in range(2))
+    costs = [step_cost(method, images=images, training=training, labels=labels) for training in trainers]
     assert costs[0] == costs[1]
     weights = sum(tensor.nbytes for tensor in before.values())
     assert costs[0].peak_memory > weights + 4 * costs[0].trained_parameters  # and the gradients

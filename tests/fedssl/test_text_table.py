@@ -33,8 +33,5 @@ def test_latex_takes_no_word_for_a_command():
 
 
 def test_what_is_a_number_is_sorted_as_one():
-    assert [text_cell(text).value for text in ("0.1", "-1e-3", "l_dawa", "", "nan", "inf")] == [
-        0.1,
-        -0.001,
-        *[None] * 4,
-    ]
+    texts = ("0.1", "-1e-3", "l_dawa", "", "nan", "inf")
+    assert [text_cell(text).value for text in texts] == [0.1, -0.001, *[None] * 4]

@@ -21,13 +21,8 @@ from tests.local_training import local_training
 @pytest.mark.parametrize(
     ("num_images", "batch_size", "sizes"),
     [
-        (10, 4, [4, 3, 3]),
-        (8, 4, [4, 4]),
-        (3, 64, [3]),
-        (129, 64, [43, 43, 43]),
-        (65, 64, [33, 32]),
-        (3, 2, [3]),
-        (5, 2, [3, 2]),
+        *((10, 4, [4, 3, 3]), (8, 4, [4, 4]), (3, 64, [3]), (129, 64, [43, 43, 43]), (65, 64, [33, 32])),
+        *((3, 2, [3]), (5, 2, [3, 2])),
     ],
 )
 def test_an_epoch_sees_every_image_once_in_nearly_equal_batches(num_images, batch_size, sizes):

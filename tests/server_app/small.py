@@ -12,10 +12,7 @@ from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import exchanged_layers
 from tests.contexts import default_settings, federation_of, run_context
 
-LAYERS = {
-    "encoder.weight": np.array([1.0, 2.0, 2.0], dtype=np.float32),
-    "encoder.bn.running_mean": np.array([0.5], dtype=np.float32),
-}
+LAYERS = {"encoder.weight": np.array([1, 2, 2], np.float32), "encoder.bn.running_mean": np.array([0.5], np.float32)}
 
 
 class Small(SSLMethod):

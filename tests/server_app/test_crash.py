@@ -15,6 +15,7 @@ from fedssl.errors import InputError, RunError
 from fedssl.runs import manifest
 from server_app.checkpoint import latest_checkpoint
 from simulation.run import run
+from tests.cases import some
 from tests.runs import KNN, SMALL, ending, model_bits, read_lines
 
 WORDS = [*SMALL, *KNN, "rounds=2", "method=byol", "collapse_images=6", "keep_checkpoints=1"]
@@ -69,9 +70,8 @@ def result(folder):
         for line in read_lines(folder / name)
     ]
     # Beside the newest checkpoint the one before may be left.
-    files = sorted(
-        str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file() and one.parent.name != "checkpoints"
-    )
+    found = [one for one in folder.rglob("*") if one.is_file() and one.parent.name != "checkpoints"]
+    files = sorted(str(one.relative_to(folder)) for one in found)
     return model_bits(folder), lines, files
 
 
@@ -101,9 +101,7 @@ def go_on(folder):
 POINTS = 60  # more than there are
 
 
-@pytest.mark.parametrize(
-    "point", [pytest.param(at, marks=[] if at == 32 else pytest.mark.heavy) for at in range(2, POINTS, 3)]
-)
+@pytest.mark.parametrize("point", some(range(2, POINTS, 3), default=[32]))
 def test_a_run_resumes_to_equal_bits_after_a_fault(tmp_path, fault, point, expected):
     for name, error in {"full": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "kill": Killed()}.items():
         fault.count, fault.at, fault.error = 0, point, error

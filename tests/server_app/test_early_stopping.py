@@ -29,10 +29,8 @@ def test_a_run_ends_early_and_goes_on(folders):
     assert latest_checkpoint(early / "checkpoints").round == 2  # although a checkpoint was due in round 3
     assert f"early_stopping: {reason}; the run stops after round 2 of 3" in (early / "run.log").read_text()
     assert read_content(early / "encoder.pt")["metadata"]["rounds"] == 2  # that the encoder has seen
-    assert (
-        f"ended by early_stopping:\n\n  {early}: after 2 of 3 rounds"
-        in run_results(find_runs([folders])).table().text()
-    )
+    text = run_results(find_runs([folders])).table().text()
+    assert f"ended by early_stopping:\n\n  {early}: after 2 of 3 rounds" in text
     final = read_summary(early)["final"]["federated"]
     assert final == read_lines(early / "metrics.jsonl")[1]["evaluation"]  # of the last round, whichever was the best
     before = model_bits(early)
@@ -54,10 +52,7 @@ def test_a_run_ends_early_and_goes_on(folders):
         ),
         (["early_stopping.min_delta=1.5"], r"early_stopping.min_delta=1.5 but knn is in \[0, 1\]"),
         (["schedule=layer_wise", "rounds=4"], "schedule of 4 stages"),
-        (
-            ["dataset.splits.test=null"],
-            "early_stopping.monitor=knn needs evaluations; the data set has no labeled test",
-        ),
+        (["dataset.splits.test=null"], "early_stopping.monitor=knn needs evaluations; the data set has no labeled tes"),
     ],
 )
 def test_what_no_round_will_have_is_refused_before_the_first(tmp_path, overrides, sentence):

@@ -146,12 +146,8 @@ def test_units_from_the_protocol_to_the_files(tmp_path, capsys):
 def test_test_images_change_nothing_but_what_is_evaluated(tmp_path):
     """Runs with other test images train, calibrate and look at health alike, to the last bit."""
     overrides = [*TINY, "calibration=auxiliary", "calibration.share=0.5", "evaluate_every=1", "evaluation.k=5"]
-    overrides += [
-        "final_evaluation=dec_ssl/linear",
-        "final_evaluation.epochs=2",
-        "device=cpu",
-        "measure_resources=false",
-    ]
+    overrides += ["final_evaluation=dec_ssl/linear", "final_evaluation.epochs=2"]
+    overrides += ["device=cpu", "measure_resources=false"]
     folders = [tmp_path / str(number) for number in (20, 60)]
     for folder in folders:
         run([*overrides, f"dataset.test_limit={folder.name}", f"output_dir={folder}"])

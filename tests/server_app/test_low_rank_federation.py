@@ -149,10 +149,7 @@ def test_clients_of_different_ranks(tmp_path, aggregation):
         (["strategy=l_dawa", "tuning.aggregation=stack"], "tuning.aggregation=stack resets to zero"),
         (["strategy=l_dawa", "strategy.scale_at=client", "tuning.aggregation=stack"], "resets to zero"),
         (["strategy=fedema", "tuning.aggregation=exact"], "start from factors of their own"),
-        (
-            ["strategy=fedu", "method=byol", "strategy.update=target", "tuning.aggregation=exact"],
-            "factors of their own",
-        ),
+        (["strategy=fedu", "method=byol", "strategy.update=target", "tuning.aggregation=exact"], "factors of their"),
         (["strategy=euc", "tuning.aggregation=stack"], "start from factors of their own"),
         (["server_optimizer=fedavgm", "tuning.aggregation=exact"], "server_optimizer needs sums of layers"),
         (["aggregation.buffered=true", "tuning.aggregation=svd"], "aggregation.buffered=true needs sums of layers"),

@@ -89,10 +89,8 @@ def test_summary(folder):
 
 
 def test_the_exported_encoder_is_the_global_one(folder):
-    encoder, layers = (
-        load_encoder(folder / "encoder.pt"),
-        latest_checkpoint(folder / "checkpoints").models["global"].layers,
-    )
+    encoder = load_encoder(folder / "encoder.pt")
+    layers = latest_checkpoint(folder / "checkpoints").models["global"].layers
     for name, value in encoder.state_dict().items():
         assert (value.numpy() == layers[f"encoder.{name}"]).all()
     assert encoder.metadata["strategy"] == "FedAvg"

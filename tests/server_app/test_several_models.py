@@ -109,10 +109,8 @@ QUICK = ["num_clients=3", "clients_per_round=2", "local_epochs=1", "dataset.limi
 def whole(request, tmp_path_factory):
     """A run of four rounds, the words that make it, and the names of its models."""
     folder = tmp_path_factory.mktemp(request.param) / "whole"
-    plugged, names = {
-        "groups": (TWO_GROUPS, ["odd", "even"]),
-        "ring": ([*RING, "+strategy.clients=3"], ["0", "1", "2"]),
-    }[request.param]
+    kinds = {"groups": (TWO_GROUPS, ["odd", "even"]), "ring": ([*RING, "+strategy.clients=3"], ["0", "1", "2"])}
+    plugged, names = kinds[request.param]
     overrides = [*QUICK, *plugged, "method=byol", "evaluate_every=2", "final_evaluation=knn", "partition=iid"]
     run([*overrides, "rounds=4", f"output_dir={folder}"])
     return folder, overrides, names

@@ -145,12 +145,8 @@ def test_runs_that_differ_in_seed_and_numbers_are_one_group(tmp_path):
 
 def test_offline_clients_are_not_asked(caplog):
     """Online for half of the day, and of those that are asked a tenth of the replies is lost."""
-    overrides = [
-        "measure_resources=true",
-        "client_speed=lognormal",
-        "availability=diurnal",
-        "availability.fraction=0.5",
-    ]
+    overrides = ["measure_resources=true", "client_speed=lognormal"]
+    overrides += ["availability=diurnal", "availability.fraction=0.5"]
     asked = []
     with caplog.at_level(logging.INFO, logger="fedssl"):
         settings = measured("num_clients=20", "clients_per_round=2", *overrides, asked=asked)

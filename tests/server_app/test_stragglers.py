@@ -61,12 +61,10 @@ class Scripted(SimulatedGrid):
         if what == "nan":
             layers = {name: array * np.float32(np.nan) for name, array in layers.items()}
         if what == "other":
-            plan = TrainPlan(
-                round=plan.round + 1, layers={}, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="x"
-            )
-        content = ClientUpdate(layers=layers, partition_id=client, num_examples=10).to_content(
-            plan, plan_codec(message.content)
-        )
+            empty = {"layers": {}, "settings": "", "metrics": (), "oldest_resumable_round": 0}
+            plan = TrainPlan(round=plan.round + 1, code_fingerprint="x", **empty)
+        update = ClientUpdate(layers=layers, partition_id=client, num_examples=10)
+        content = update.to_content(plan, plan_codec(message.content))
         if what == "cut":
             content[ARRAYS] = ArrayRecord({name: FlowerArray(array) for name, array in layers.items()})
             for array in content[ARRAYS].values():
@@ -189,9 +187,8 @@ class Hall(SimulatedGrid):
 
 def test_only_present_clients_are_asked():
     grid = Hall([2, 3, 4])
-    client_manager = ClientManager(
-        grid, ClientDirectory(nodes={0: 2, 1: 3, 2: 4}, client_ids={"a": 0, "b": 1, "c": 2}), timeout=0.3
-    )
+    directory = ClientDirectory(nodes={0: 2, 1: 3, 2: 4}, client_ids={"a": 0, "b": 1, "c": 2})
+    client_manager = ClientManager(grid, directory, timeout=0.3)
     assert client_manager.wait_for(1).nodes == {0: 2, 1: 3, 2: 4}
     grid.there = [2, 4]
     assert client_manager.wait_for(2).nodes == {0: 2, 2: 4}
@@ -287,10 +284,7 @@ def test_the_model_is_the_sum_over_used_updates(tmp_path, seed, buffered):
     ("overrides", "reason"),
     [
         (["aggregation.min_updates=4"], "aggregation.min_updates=4 but clients_per_round=3"),
-        (
-            ["aggregation.over_selection=2"],
-            "aggregation.over_selection=2 but clients_per_round=3 leaves 1 of num_clients=4",
-        ),
+        (["aggregation.over_selection=2"], "over_selection=2 but clients_per_round=3 leaves 1 of num_clients=4"),
     ],
 )
 def test_what_cannot_come_is_not_waited_for(tmp_path, overrides, reason):

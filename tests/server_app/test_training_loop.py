@@ -19,14 +19,8 @@ from tests.runs import ending, model_bits, read_lines
 TINY = ["num_clients=2", "rounds=3", "local_epochs=1", "dataset.limit=40", "dataset.test_limit=20", "encoder.width=4"]
 TINY += ["threads=1", "evaluate_every=1", "final_evaluation=knn", "batch_size=16", "engine=local"]
 TINY += ["measure_resources=false", "collapse_images=16"]
-STAGES = [
-    "encoder=vit_tiny",
-    "encoder.depth=2",
-    "encoder.width=12",
-    "encoder.patch=4",
-    "schedule=layer_wise",
-    "augmentation=none",
-]
+STAGES = ["encoder=vit_tiny", "encoder.depth=2", "encoder.width=12", "encoder.patch=4"]
+STAGES += ["schedule=layer_wise", "augmentation=none"]
 UNTRAINED = ["rounds=1", "local_epochs=0", "evaluate_every=0", "final_evaluation=none"]
 WAIT = 60  # seconds after which something is never to come
 

@@ -97,10 +97,7 @@ KINDS = {
 
 @pytest.mark.parametrize(
     "words",
-    [
-        pytest.param(words, id=name, marks=[] if name == "clusters" else pytest.mark.heavy)
-        for name, words in KINDS.items()
-    ],
+    [pytest.param(words, id=x, marks=[] if x == "clusters" else pytest.mark.heavy) for x, words in KINDS.items()],
 )
 def test_a_run_with_a_file_survives_a_full_disk(words, tmp_path, monkeypatch):
     run([*WORDS, *words, f"output_dir={tmp_path / 'memory'}"])

@@ -89,10 +89,7 @@ def test_a_network_gives_numbers_and_bytes_of_one_process(overrides, tmp_path):
     [
         (lambda layers: EXACT.encode(layers), "the table of layers is missing"),
         (lambda layers: Codec("fp16").encode(layers), "layers have wire_dtype=fp16 instead of int8"),
-        (
-            lambda layers: Codec("int8").encode({**layers, "spy.weight": np.ones((2, 2), np.float32)}),
-            "layer spy.weight",
-        ),
+        (lambda layers: Codec("int8").encode({**layers, "spy.weight": np.ones((2, 2), "f4")}), "layer spy.weight"),
         (lambda layers: Codec("int8").encode({name: a.T for name, a in layers.items()}), "has shape"),
     ],
 )

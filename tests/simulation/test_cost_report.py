@@ -67,9 +67,8 @@ def test_jobs_that_cost_the_same_share_a_row(tmp_path, monkeypatch, capsys, meas
     header, *rows, _, total = (output := capsys.readouterr().out).splitlines()[:5]
     assert header.split() == ["jobs", "settings", "steps", "bytes", "memory", "time"]
     assert measured == [8, 16]
-    assert [row.split("  ")[1].split() for row in rows] == [
-        ["clients_per_round=2", f"batch_size={size}"] for size in (8, 16)
-    ]
+    expected = [["clients_per_round=2", f"batch_size={size}"] for size in (8, 16)]
+    assert [row.split("  ")[1].split() for row in rows] == expected
     # Eight jobs of 4 rounds: 2 * 0.125 and steps, and three final evaluations of 5 s.
     assert total.startswith("8 jobs, 1 at once, ")
     assert output.count("is rejected: clients_per_round=9 is more than num_clients=5") == 8

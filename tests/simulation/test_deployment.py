@@ -18,11 +18,8 @@ from tests.flower import free_port
 def test_the_engine_sets_defaults_for_devices_which_overrides_replace():
     settings = compose(["engine=deployment"])
     assert settings.data.name == "folder"
-    assert (
-        settings.aggregation.min_updates,
-        settings.aggregation.max_retries,
-        settings.aggregation.max_norm_ratio,
-    ) == (2, 3, 10)
+    found = settings.aggregation
+    assert (found.min_updates, found.max_retries, found.max_norm_ratio) == (2, 3, 10)
     settings = compose(["engine=deployment", "aggregation.min_updates=1", "dataset=cifar10", "engine.address=one:9000"])
     assert (settings.aggregation.min_updates, settings.data.name) == (1, "uoft-cs/cifar10")
     assert (settings.engine.address, settings.engine.root_certificates) == ("one:9000", None)

@@ -135,30 +135,12 @@ def wrong_word(run, sentinel, draw):
     overrides = yaml.safe_load((run / "overrides.yaml").read_text())
     new = ["hydra.searchpath=[file:///tmp]", "++dataset._target_=fuzzed.make", "+method.x={_target_:fuzzed.make}"]
     new += ["seed=${oc.env:SECRET}", "augmentation='${oc.env:SECRET}'", f"dataset.cache={sentinel}", "run_id=../x"]
-    new += [
-        f"output_dir={sentinel}",
-        f"++output_dir={sentinel}",
-        f"hydra.run.dir={sentinel}",
-        "~output_dir",
-        "threads=0",
-    ]
-    new += [
-        "strategy=[fedavg]",
-        "method=../../x",
-        "+method/fedu=../../x",
-        "engine.address=10.0.0.1:1",
-        "seed=[[[[",
-        "=",
-        "",
-    ]
-    new += [
-        "hydra/launcher=x",
-        "encoder.width=1000000000000",
-        "dataset.size=1000000",
-        "num_clients=1,2",
-        "~encoder",
-        "a=b",
-    ]
+    new += [f"output_dir={sentinel}", f"++output_dir={sentinel}", f"hydra.run.dir={sentinel}"]
+    new += ["~output_dir", "threads=0"]
+    new += ["strategy=[fedavg]", "method=../../x", "+method/fedu=../../x", "engine.address=10.0.0.1:1"]
+    new += ["seed=[[[[", "=", ""]
+    new += ["hydra/launcher=x", "encoder.width=1000000000000", "dataset.size=1000000"]
+    new += ["num_clients=1,2", "~encoder", "a=b"]
     new += [f"{word.partition('=')[0]}={draw.choice(VALUES)}" for word in overrides]
     if draw.random() < 0.5:
         overrides.append(draw.choice(new))

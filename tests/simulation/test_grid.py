@@ -24,9 +24,8 @@ def adding_app(*, fails=()):
         calls = int(context.state.metric_records.get("calls", {"n": 0})["n"]) + 1
         context.state["calls"] = MetricRecord({"n": calls})
         array = message.content.array_records["arrays"].to_numpy_ndarrays()[0]
-        content = RecordDict(
-            {"arrays": ArrayRecord([array + partition]), "metrics": MetricRecord({"num-examples": 1, "calls": calls})}
-        )
+        metrics = MetricRecord({"num-examples": 1, "calls": calls})
+        content = RecordDict({"arrays": ArrayRecord([array + partition]), "metrics": metrics})
         return Message(content, reply_to=message)
 
     @app.query("node_info")

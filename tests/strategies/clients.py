@@ -22,9 +22,8 @@ UNIT = 3 * (sqrt(2) + sqrt(8) + sqrt(32) + 8) / 4
 
 
 def make_byol(*, target_init: str = "persist") -> BYOL:
-    return BYOL(
-        conv_small(channels=1, size=8, width=2), projector=HEAD, predictor=HEAD, ema_decay=0.9, target_init=target_init
-    )
+    encoder = conv_small(channels=1, size=8, width=2)
+    return BYOL(encoder, projector=HEAD, predictor=HEAD, ema_decay=0.9, target_init=target_init)
 
 
 def make_simclr() -> SimCLR:

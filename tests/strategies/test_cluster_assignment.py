@@ -33,10 +33,8 @@ def test_feature_distance_by_hand():
 
 
 def delta(*numbers, statistics=0.0):
-    return {
-        "encoder.weight": np.array(numbers, dtype=np.float32),
-        "encoder.bn.running_mean": np.array([statistics], dtype=np.float32),
-    }
+    statistics = np.array([statistics], np.float32)
+    return {"encoder.weight": np.array(numbers, np.float32), "encoder.bn.running_mean": statistics}
 
 
 def on_unit_circle(degrees):

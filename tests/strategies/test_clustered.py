@@ -34,9 +34,8 @@ def played(state, *chosen):
     def train(message, context):
         plan, client = TrainPlan.from_content(message.content), context.node_config["partition-id"]
         took = chosen[client] if chosen[client] in (0, 1) else 0
-        layers = {
-            name: array + np.float32(1 + client) for name, array in (plan.layers, *plan.candidate_arrays)[took].items()
-        }
+        arrays = (plan.layers, *plan.candidate_arrays)[took]
+        layers = {name: array + np.float32(1 + client) for name, array in arrays.items()}
         content = ClientUpdate(layers=layers, partition_id=client, num_examples=1, model_index=took).to_content(plan)
         if chosen[client] is None:
             del content[REPLY_CONFIG]["model-index"]
@@ -54,9 +53,8 @@ def model(weight):
     return GlobalModel(layers=layers, num_updates=1)
 
 
-STATE = ServerState(
-    round=1, models={"0": model([1, 0, 0]), "1": model([0, 1, 0])}, strategy_state={"members": {0: "1", 3: "0"}}
-)
+MODELS = {"0": model([1, 0, 0]), "1": model([0, 1, 0])}
+STATE = ServerState(round=1, models=MODELS, strategy_state={"members": {0: "1", 3: "0"}})
 
 
 def test_an_update_is_aggregated_into_the_selected_model():
@@ -151,14 +149,8 @@ def test_a_model_per_client_equals_local_training(tmp_path):
         (["strategy=featarc", "strategy.clusters=4"], "strategy.clusters=4 but num_clients=3; give at most one"),
         (["strategy=featarc", "method=orchestra"], "Orchestra has a server side of its own for one model"),
         (["strategy=featarc", "calibration=auxiliary"], "calibration=auxiliary trains the one model"),
-        (
-            ["strategy=clustered", "strategy.rule=eua", "strategy.weighting=uniform"],
-            "strategy.rule=eua has no weighting",
-        ),
-        (
-            [*ONE_SHOT, "strategy.cluster_round=30"],
-            "strategy.cluster_round=30 is the round in which clients are sorted, and there are",
-        ),
+        (["strategy=clustered", "strategy.rule=eua", "strategy.weighting=uniform"], "rule=eua has no weighting"),
+        ([*ONE_SHOT, "strategy.cluster_round=30"], "cluster_round=30 is the round in which clients are sorted, and th"),
         ([*ONE_SHOT, "clients_per_round=2"], "sorts all clients in round 1, but clients_per_round=2 of num_clients=3"),
         (
             ["strategy=featarc", "secure_aggregation=secagg_plus", "secure_aggregation.dropout_fraction=0"],

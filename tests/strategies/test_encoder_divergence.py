@@ -122,11 +122,8 @@ def test_weights_that_move_are_seen_in_every_stage(encoder, schedule):
     for phase, distance in [(phase, distance) for phase in phases for distance in DISTANCES]:
         with set_active_stages(method, depth=phase.depth, frozen=phase.frozen):
             start, found = copy_layers(method, method.named_tensors), []
-            trained = [
-                tensor
-                for name, tensor in method.named_tensors.items()
-                if name in distance_names(method, distance=distance)
-            ]
+            names = distance_names(method, distance=distance)
+            trained = [tensor for name, tensor in method.named_tensors.items() if name in names]
             for size in (0, 0.1, 10):
                 with torch.no_grad():
                     for parameter in method.parameters():

@@ -41,11 +41,8 @@ def test_intervals_by_hand():
     d = {"c": 8.0, "b": 20.0, "a": 10.0}
     sizes = {"a": 60, "b": 30, "c": 10}
     assert averaging_intervals(d, sizes, phi=4) == {"c": 1, "b": 4, "a": 4}
-    assert averaging_intervals({name: 1e-9 * value for name, value in d.items()}, sizes, phi=4) == {
-        "c": 1,
-        "b": 4,
-        "a": 4,
-    }
+    small = {name: 1e-9 * value for name, value in d.items()}
+    assert averaging_intervals(small, sizes, phi=4) == {"c": 1, "b": 4, "a": 4}
 
 
 @pytest.mark.parametrize(
@@ -199,10 +196,8 @@ def slowly(start, rounds, *, phi, num_clients, clients_per_round, weighting="uni
         n = {k: k + 1.0 if weighting == "examples" else 1.0 for k in used}
         share = {k: n[k] / sum(n.values()) for k in used}
         average = {name: sum(share[k] * models[k][name] for k in used) for name in names}
-        d = {
-            name: sum(share[k] * np.sum((average[name] - models[k][name]) ** 2) for k in used) / tau[name]
-            for name in candidates
-        }
+        far = {name: [np.sum((average[name] - models[k][name]) ** 2) for k in used] for name in candidates}
+        d = {name: np.dot([share[k] for k in used], far[name]) / tau[name] for name in candidates}
         for name in names:
             if r % tau[name] == 0:
                 new[name] = average[name] if start[name].dtype.kind == "f" else np.rint(average[name]).astype(int)

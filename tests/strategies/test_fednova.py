@@ -26,10 +26,8 @@ def normalized(start, updates, steps, weighting="examples"):
 def test_two_clients_by_hand():
     # p = 1/4 and 3/4, steps 1 and 4: tau = 1/4 + 3 = 3.25. d = (0 - 2) / 1 and (0 - 4) / 4 = -1.
     # sum p d = -0.5 - 0.75 = -1.25, and w = 0 + 3.25 * 1.25 = 4.0625. Statistics: (2 + 3 * 4) / 4 = 3.5.
-    clients = [
-        update(0, {"w": [2], "bn.running_mean": [2]}, examples=10),
-        update(1, {"w": [4], "bn.running_mean": [4]}, examples=30),
-    ]
+    averaged = update(0, {"w": [2], "bn.running_mean": [2]}, examples=10)
+    clients = [averaged, update(1, {"w": [4], "bn.running_mean": [4]}, examples=30)]
     new = normalized({"w": [0], "bn.running_mean": [0]}, clients, {10: 1, 30: 4})
     assert new["w"].tolist() == [4.0625]
     assert new["bn.running_mean"].tolist() == [3.5]

@@ -84,11 +84,8 @@ def test_krum_chooses_as_flower_does(number, malicious, select):
         clients = clients_of(start, number, seed=seed)
         contents = []
         for position, client in enumerate(clients):
-            deviations = {
-                name: client.layers[name].astype(float) - array
-                for name, array in start.items()
-                if is_weight(name, array)
-            }
+            weights = [name for name, array in start.items() if is_weight(name, array)]
+            deviations = {name: client.layers[name].astype(float) - start[name] for name in weights}
             metrics = MetricRecord({"position": position})
             contents.append(RecordDict({"arrays": arrays_to_record(deviations), "metrics": metrics}))
         chosen = select_multikrum(contents, num_malicious_nodes=malicious, num_nodes_to_select=select)

@@ -50,10 +50,8 @@ def test_buffers_and_counters_by_hand():
         update(0, {**start, "bn.weight": -np.ones(1), "bn.running_var": np.array([4.0, 3.0])}, num_examples=1),
         update(1, start, num_examples=3),
     ]
-    clients[0].layers["bn.num_batches_tracked"], clients[1].layers["bn.num_batches_tracked"] = (
-        np.array(10),
-        np.array(13),
-    )
+    for client, counter in zip(clients, (10, 13), strict=True):
+        client.layers["bn.num_batches_tracked"] = np.array(counter)
     for rule, variance in (
         (l_dawa, [3.5, 3.5]),
         (partial(l_dawa, buffers="scale"), [(0.96 * 4 + 3) / 2, (0.96 * 3 + 4) / 2]),
@@ -77,9 +75,8 @@ def test_a_warning_once_if_a_kernel_shrinks(caplog):
     kept = [before["kernel"], np.array([[4.0, 3.0]])]  # cosines 1 and 0.96: norm of ((3, 4) + 0.96 (4, 3)) / 2 is 4.85
 
     def after(strategy, round, kernels):
-        clients = [
-            update(k, {**before, "kernel": w, "bias": -before["bias"]}, num_examples=1) for k, w in enumerate(kernels)
-        ]
+        turned_bias = {**before, "bias": -before["bias"]}
+        clients = [update(k, {**turned_bias, "kernel": w}, num_examples=1) for k, w in enumerate(kernels)]
         aggregator = strategy.server.aggregator(round)
         layers = aggregate(before, clients, aggregator)
         model = GlobalModel(layers=before)

@@ -251,9 +251,8 @@ def test_euc_defers_both_factors_together():
     server = EUCServer(interval=2, weighting="uniform")
     aggregator = server.aggregator(2)
     layers = aggregate(aggregator, start, updates)
-    assert aggregator.discrepancy == pytest.approx(
-        {CONV.weight: 0, "projector.weight": 40 / 3, FC.weight: 1.7 * 40 / 3}, abs=1e-12
-    )
+    expected = {CONV.weight: 0, "projector.weight": 40 / 3, FC.weight: 1.7 * 40 / 3}
+    assert aggregator.discrepancy == pytest.approx(expected, abs=1e-12)
     model, received = GlobalModel(layers=start.layers), {0: tuple(layers)}
     done = AggregatedModel(model=model, round=2, layers=layers, aggregator=aggregator, received=received, num_clients=3)
     state, _ = server.after_aggregation(done)

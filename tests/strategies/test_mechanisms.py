@@ -114,9 +114,8 @@ def test_dapu_keeps_a_drifting_predictor_until_the_encoder_rests(tmp_path, predi
 
 def test_stages_move_one_after_the_other_and_progressive_ones_together():
     torch.manual_seed(0)
-    method = SimCLR(
-        conv_small(channels=1, size=8, width=2), projector=partial(MLP, hidden_dim=6, out_dim=4), temperature=0.5
-    )
+    head = partial(MLP, hidden_dim=6, out_dim=4)
+    method = SimCLR(conv_small(channels=1, size=8, width=2), projector=head, temperature=0.5)
     method.encoder.add_bridges()
     images = torch.rand(6, 1, 8, 8)
 

@@ -83,9 +83,8 @@ def test_a_client_contrasts_its_own_last_model(tmp_path, monkeypatch):
     number = len(updates) // 2
     assert number > 1
     assert loaded[:number] == [{}] * number
-    for last, update in zip(
-        loaded[number:], updates[:number], strict=True
-    ):  # clients have an equal order in all rounds
+    # Clients have an equal order in all rounds.
+    for last, update in zip(loaded[number:], updates[:number], strict=True):
         weights = [name for name in last if name in update.layers]
         assert len(weights) > 3
         assert all(np.array_equal(last[name].numpy(), update.layers[name]) for name in weights)

@@ -56,9 +56,8 @@ def test_a_step_by_hand(weight, expected):
     coupling = ProximalTo({"v": np.array([1.0, 1.0])}, weight=weight)
     coupling.on_train_start(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-    loss = coupling.apply(
-        (model.v * torch.tensor([4.0, 8.0])).sum(), RegularizerInput(model, Views.of(NOTHING, NOTHING), (), None)
-    )
+    step = RegularizerInput(model, Views.of(NOTHING, NOTHING), (), None)
+    loss = coupling.apply((model.v * torch.tensor([4.0, 8.0])).sum(), step)
     assert float(loss.detach()) == pytest.approx(12 - 8 + weight / 2 * 8)
     loss.backward()
     optimizer.step()

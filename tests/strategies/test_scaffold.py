@@ -93,10 +93,8 @@ def test_gradients_are_corrected_by_the_difference_of_control_variates(tmp_path)
         federation.run(1)
     for reply, usual, client in zip(corrected.updates[3:], plain.updates[3:], range(3), strict=True):
         layers, others = (ClientUpdate.from_content(content, 0).layers for content in (reply, usual))
-        c, c_i = (
-            TrainPlan.from_content(corrected.plans[3]).strategy_arrays,
-            own(tmp_path / "corrected", client, before=2),
-        )
+        c = TrainPlan.from_content(corrected.plans[3]).strategy_arrays
+        c_i = own(tmp_path / "corrected", client, before=2)
         for name in corrected.method.trainable:
             np.testing.assert_allclose(layers[name] - others[name], 0.03 * (c_i[name] - c[name]), atol=2e-6)
 
@@ -153,9 +151,8 @@ def test_a_server_rate_scales_the_mean_change(tmp_path):
     half.run(1)
     whole.run(1)
     for name in whole.method.trainable:
-        np.testing.assert_allclose(
-            half.layers[name] - start[name], (whole.layers[name] - start[name]) / 2, rtol=1e-4, atol=1e-7
-        )
+        moved, whole_move = (one.layers[name] - start[name] for one in (half, whole))
+        np.testing.assert_allclose(moved, whole_move / 2, rtol=1e-4, atol=1e-7)
 
 
 def test_clients_that_never_train_do_not_count(tmp_path):

@@ -21,10 +21,7 @@ DTYPES = {"c": np.float64, "d": np.float16, "n": np.int64}
 def models(number, *, seed=0):
     random = np.random.default_rng(seed)
     return [
-        {
-            name: np.asarray(random.uniform(1, 9, shape)).astype(DTYPES.get(name, np.float32))
-            for name, shape in SHAPES.items()
-        }
+        {name: np.asarray(random.uniform(1, 9, shape)).astype(DTYPES.get(name, "f4")) for name, shape in SHAPES.items()}
         for _ in range(number)
     ]
 

@@ -146,11 +146,7 @@ def test_normalized_clients_that_turn_away_stay_bounded():
 
 
 MODES = [
-    *(
-        {"weighting": weighting, "scale": scale}
-        for weighting in ("uniform", "examples", "loss")
-        for scale in ("none", "layer")
-    ),
+    *({"weighting": how, "scale": scale} for how in ("uniform", "examples", "loss") for scale in ("none", "layer")),
     {"weighting": "loss", "scale": "model", "buffers": "scale", "normalize": True},
 ]
 

@@ -40,13 +40,8 @@ def main() -> None:
     torch.set_num_threads(1)
     recipes = {path.stem: recipe_views(path.stem) for path in sorted(RECIPES.glob("*.yaml"))}
     lacking = ("medical", "microscopy", "satellite")
-    chosen = [
-        (name, channels, size)
-        for name in recipes
-        if name not in lacking
-        for channels in (1, 3)
-        for size in (8, 24, 32, 64)
-    ]
+    chosen = [name for name in recipes if name not in lacking]
+    chosen = [(name, channels, size) for name in chosen for channels in (1, 3) for size in (8, 24, 32, 64)]
     cases = [
         (name, channels, (size, size), size) for name, channels, size in (chosen if sys.argv[1] == "all" else SOME)
     ]

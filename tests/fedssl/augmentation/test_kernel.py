@@ -43,9 +43,8 @@ def test_what_the_kernel_does_not_make_is_refused():
     with pytest.raises(InputError, match="^gpu_augmentation=cuda must be torch or triton"):
         compose(["gpu_augmentation=cuda"])
     for wrong, found in (({"size": 65}, "dataset.size=65 with 3"), ({"channels": 2}, "dataset.size=8 with 2 channels")):
-        with pytest.raises(
-            InputError, match=f"at most 64 pixels with 1 or 3 channels but {found}.*; set gpu_augmentation="
-        ):
+        message = f"at most 64 pixels with 1 or 3 channels but {found}.*; set gpu_augmentation="
+        with pytest.raises(InputError, match=message):
             made(**wrong)
     with pytest.raises(
         InputError, match="triton lacks augmentation.views.1.rotation, .*1.noise_prob; set gpu_augmentation=torch"

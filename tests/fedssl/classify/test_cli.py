@@ -64,10 +64,8 @@ def test_unlabeled_images_get_their_class_and_probabilities(run: Path, photos: P
     assert "18 labeled images of 3 classes" in text
     assert "predictions of 18 of 38 images: predictions.csv" in text
     lines = table("predictions.csv")
-    assert {line["path"] for line in lines} == {path.name for path in photos.glob("*.png")} - {
-        "copy-0.png",
-        "copy-1.png",
-    }
+    copies = {"copy-0.png", "copy-1.png"}
+    assert {line["path"] for line in lines} == {path.name for path in photos.glob("*.png")} - copies
     for line in lines:
         assert line["prediction"] == line["path"].rpartition("-")[0]
         probabilities = [float(line[f"p({name})"]) for name in COLORS]
@@ -128,9 +126,8 @@ def test_images_to_label_next_are_labeled_once_written(run: Path, photos: Path, 
     with Path("label_next.csv").open("w", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow(["path", "label"])
-        writer.writerows(
-            [line["path"], Path(line["path"]).name.rpartition("-")[0].replace("copy", "blue")] for line in lines
-        )
+        labeled = [(line["path"], line["path"].rpartition("/")[2].rpartition("-")[0]) for line in lines]
+        writer.writerows((path, label.replace("copy", "blue")) for path, label in labeled)
     assert "6 labeled images of 3 classes" in classify([f"run={run}", "labeled=label_next.csv"])
 
 
@@ -145,9 +142,8 @@ def test_rows_without_a_label_are_labeled_next(run: Path, photos: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["onnx", pytest.param("torch", marks=pytest.mark.heavy)])
 def test_graph_of_encoder_and_classifier_gives_the_predictions(run: Path, photos: Path, backend: str) -> None:
-    classify(
-        [f"run={run}", "labeled=photos/labeled", "images=photos", "onnx=all.onnx", f"backend={backend}", "device=cpu"]
-    )
+    words = [f"run={run}", "labeled=photos/labeled", "images=photos", "onnx=all.onnx", "device=cpu"]
+    classify([*words, f"backend={backend}"])
     session = onnxruntime.InferenceSession("all.onnx")
     classes = json.loads(session.get_modelmeta().custom_metadata_map["classes"])
     assert classes == sorted(COLORS)

@@ -38,9 +38,8 @@ def test_the_ends_of_the_ranges(key, allowed, refused, sentence):
 
 
 def test_a_value_out_of_range_is_refused_with_the_default():
-    with pytest.raises(
-        InputError, match=r"^aggregation.min_updates=0 must be an integer of at least 1; the default is 1$"
-    ):
+    message = "^aggregation.min_updates=0 must be an integer of at least 1; the default is 1$"
+    with pytest.raises(InputError, match=message):
         compose(["aggregation.min_updates=0"])
 
 
@@ -53,7 +52,6 @@ def test_a_value_out_of_range_is_refused_with_the_default():
     ],
 )
 def test_null_does_not_turn_off_a_chosen_protection(group, choice, key):
-    with pytest.raises(
-        InputError, match=rf"^{group}.{key}=null disables {group}={choice}; set a value, or {group}=none$"
-    ):
+    message = f"^{group}.{key}=null disables {group}={choice}; set a value, or {group}=none$"
+    with pytest.raises(InputError, match=message):
         compose([f"{group}={choice}", f"{group}.{key}=null"])

@@ -138,9 +138,7 @@ def test_what_is_no_task(text, sentence):
         compose_task(text)
 
 
-@pytest.mark.parametrize(
-    "name", ["nosuch", "../../method/simclr", "simclr.yaml", ["simclr"], None, "simclr optimizer=adam"]
-)
+@pytest.mark.parametrize("name", ["none", "../../method/byol", "byol.yaml", ["byol"], None, "byol optimizer=adam"])
 def test_a_choice_that_the_device_does_not_have(name):
     task = json.loads(make_task(compose([])).text())
     task["choices"]["method"] = name

@@ -49,12 +49,8 @@ def test_text_is_taken_as_it_stands(key: str):
 
 def test_home_folders(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    for text, path in (
-        ("~/a", "/home/me/a"),
-        ("~", "/home/me"),
-        ("~no-such-user/a", "~no-such-user/a"),
-        ("a/~", "a/~"),
-    ):
+    no_user = "~no-such-user/a"
+    for text, path in (("~/a", "/home/me/a"), ("~", "/home/me"), (no_user, no_user), ("a/~", "a/~")):
         assert user_path(text) == Path(path)
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)  # a user without an entry in the system's list
@@ -81,22 +77,12 @@ def test_a_home_folder_is_found_in_every_path_setting(monkeypatch, tmp_path):
 
 def test_commands_quote_once_and_those_for_publication_have_no_folders():
     overrides = literal_values([f"dataset.path=/home/me/{ODD}", "tracker.run='my run'", "strategy='fedavg'"])
-    assert shlex.split(shell_command(overrides))[1:] == [
-        f"dataset.path=/home/me/{ODD}",
-        "tracker.run=my run",
-        "strategy=fedavg",
-    ]
-    local = [
-        "dataset.path=/home/me/pets",
-        "dataset.cache=/home/me/c",
-        "encoder.weights=../w/a.pt",
-        "engine.address=me:1",
-    ]
-    local += [
-        "hydra.searchpath=['file:///home/me/conf']",
-        "+dataset.extra={at: /home/me/x, n: 1}",
-        "strategy=fedu/byol",
-    ]
+    words = shlex.split(shell_command(overrides))
+    assert words[1:] == [f"dataset.path=/home/me/{ODD}", "tracker.run=my run", "strategy=fedavg"]
+    local = ["dataset.path=/home/me/pets", "dataset.cache=/home/me/c", "encoder.weights=../w/a.pt"]
+    local += ["engine.address=me:1"]
+    local += ["hydra.searchpath=['file:///home/me/conf']", "+dataset.extra={at: /home/me/x, n: 1}"]
+    local += ["strategy=fedu/byol"]
     shown = ["dataset.path=pets", "encoder.weights='a.pt'", "hydra.searchpath=[conf]", "+dataset.extra={at:x,n:1}"]
     assert public_overrides(local) == [*shown, "strategy=fedu/byol"]
     assert public_overrides(["encoder.weights=timm:vit_small/x"]) == ["encoder.weights=timm:vit_small/x"]

@@ -28,8 +28,8 @@ def choices():
     """Words that choose every file of every group; those that are `FREE` of each other go together."""
     files = {
         group: [
-            f"{group}={file.relative_to(CONF / group).with_suffix('')}"
-            for file in sorted((CONF / group).rglob("*.yaml"))
+            f"{group}={path.relative_to(CONF / group).with_suffix('')}"
+            for path in sorted((CONF / group).rglob("*.yaml"))
         ]
         for group in GROUPS
     }

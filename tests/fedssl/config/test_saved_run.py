@@ -94,18 +94,8 @@ def test_the_resuming_command_repeats_what_folders_may_not_set(tmp_path):
 
 
 def test_words_that_choose_by_name_are_taken(file):
-    overrides = [
-        "strategy=fedavg",
-        "method=fedu/byol",
-        "+experiment=lw_fedssl/fll",
-        "dataset.path=/data/x",
-        "dataset.cache=auto",
-    ]
-    overrides += [
-        "dataset.cache=null",
-        "partition.alpha=0.1",
-        "dataset.mean=[0.5]",
-        "~evaluation",
-        "engine.address=null",
-    ]
+    overrides = ["strategy=fedavg", "method=fedu/byol", "+experiment=lw_fedssl/fll"]
+    overrides += ["dataset.path=/data/x", "dataset.cache=auto"]
+    overrides += ["dataset.cache=null", "partition.alpha=0.1", "dataset.mean=[0.5]"]
+    overrides += ["~evaluation", "engine.address=null"]
     assert check_saved_overrides(overrides, file) is None

@@ -75,9 +75,7 @@ def windows(*centers: float) -> Sequence:
     return Sequence([item(FrameVOILUTSequence=Sequence([item(**tags)])) for tags in window])
 
 
-def palette(
-    values: np.ndarray = RAMP // 16, *, bits: int = 8, stated: int = 16, part: str = "", **tags: bytes
-) -> bytes:
+def palette(values=RAMP // 16, *, bits: int = 8, stated: int = 16, part: str = "", **tags: bytes) -> bytes:
     """A file with the same table for each color."""
     for color in ("Red", "Green", "Blue"):
         tags[f"{color}PaletteColorLookupTableDescriptor"] = [256, 0, stated]

@@ -2,10 +2,13 @@
 
 import io
 import json
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import tifffile
 from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 
@@ -34,9 +37,8 @@ def settings_of(name: str, **changes: object) -> DataSettings:
 def query_of(split: str, **changes: object) -> Query:
     plain = {"image": None, "label": "label", "owner": None, "folders": "class", "split_folders": "auto"}
     plain |= {"group": None, "split_column": None, "skip_missing": False}
-    return Query(
-        split=split, name="", **{**plain, "test_fraction": 0.0, "decoding": Decoding(channels=3, size=4), **changes}
-    )
+    plain |= {"test_fraction": 0.0, "decoding": Decoding(channels=3, size=4)}
+    return Query(split=split, name="", **{**plain, **changes})
 
 
 def make_image(value: int, *, size: tuple[int, int] = (4, 4), mode: str = "RGB") -> Image.Image:
@@ -53,6 +55,16 @@ def encoded(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
 
 def png(image: Image.Image) -> bytes:
     return encoded(image)
+
+
+def png_chunk(name: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+
+def tiff(values: np.ndarray, **options: object) -> bytes:
+    stream = io.BytesIO()
+    tifffile.imwrite(stream, values, **options)
+    return stream.getvalue()
 
 
 def table(values: list[int], labels: list[int | None], *, image: str = "img", label: str = "label") -> pa.Table:
@@ -74,9 +86,8 @@ class Batches(SequenceIndex):
     def __init__(self, batches: list, *, channels: int, size: int) -> None:
         form = Decoding(channels=channels, size=size, dtype="uint8")
         sources = [source for batch in batches for source in batch]
-        super().__init__(
-            name="", count=len(sources), decoding=form, files=sources, num_in_files=len(sources), key={}, images=sources
-        )
+        counts = {"count": len(sources), "num_in_files": len(sources)}
+        super().__init__(name="", decoding=form, files=sources, key={}, images=sources, **counts)
         self.__dict__["_batches"] = batches
 
     def batches(self, start: int):

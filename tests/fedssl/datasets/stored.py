@@ -1,6 +1,5 @@
 """Sixty images in every form of storage, read through a cache of the test."""
 
-import io
 import os
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from PIL import Image
 
 from fedssl.datasets import base
 from fedssl.datasets.base import ImageData
-from tests.fedssl.datasets.made import settings_of
+from tests.fedssl.datasets.made import encoded, settings_of
 
 BAD = (0, 17, 40)  # no image, a truncated image, and no bytes (in a table)
 
@@ -21,10 +20,8 @@ def jpegs() -> list[bytes | None]:
     """Sixty images of noise, four times as large as needed, of which three cannot be read."""
     random, made = np.random.default_rng(0), []
     for number in range(60):
-        stream = io.BytesIO()
         shape = (100, 80, 3) if number % 3 else (70, 70)
-        Image.fromarray(random.integers(0, 256, shape, dtype=np.uint8)).save(stream, "JPEG")
-        made.append(stream.getvalue())
+        made.append(encoded(Image.fromarray(random.integers(0, 256, shape, dtype=np.uint8)), "JPEG"))
     for index, content in zip(BAD, (b"no image", made[BAD[1]][:2000], None), strict=True):
         made[index] = content
     return made
@@ -58,13 +55,8 @@ def load(folder: Path, kind: str, location: Path | None, split: str = "federated
     """Read without the data sets that this process has loaded."""
     base._read_split.cache_clear()
     name, own = ("folder", {}) if kind == "folder" else ("cifar10", {"owner": "who"})
-    settings = {
-        "path": str(folder),
-        "size": 20,
-        "dtype": "uint8",
-        "cache": location and str(location),
-        "test_fraction": 0.2,
-    }
+    settings = {"path": str(folder), "size": 20, "dtype": "uint8", "test_fraction": 0.2}
+    settings["cache"] = location and str(location)
     result = base.load_split(settings_of(name, **settings | own | changes), split)
     assert result is not None
     return result

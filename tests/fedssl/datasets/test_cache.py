@@ -188,9 +188,7 @@ def test_free_disk_space_is_checked_before_decoding(images, location, reads, mon
         (None, 10**9, ""),
     ],
 )
-def test_auto_decodes_into_at_most_half_of_memory_and_disk(
-    images, location, monkeypatch, caplog, memory, disk, encoded
-):
+def test_auto_decodes_into_at_most_half_of_the_room(images, location, monkeypatch, caplog, memory, disk, encoded):
     monkeypatch.setattr(cache, "available_memory", lambda: memory)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=disk))
     caplog.set_level(logging.INFO)

@@ -81,9 +81,8 @@ def test_every_frame_has_its_own_window(tmp_path: Path, undefined):
 
 
 def test_frames_without_groups_have_the_common_window():
-    content = stack(
-        np.zeros((3, 4, 4)), SharedFunctionalGroupsSequence=windows(5), PerFrameFunctionalGroupsSequence=windows(1000)
-    )
+    shared, own = windows(5), windows(1000)
+    content = stack(np.zeros((3, 4, 4)), SharedFunctionalGroupsSequence=shared, PerFrameFunctionalGroupsSequence=own)
     with open_pages(content, max_pixels=100, channels=1) as pages:
         assert [pages.page(number).info["window"][0] for number in range(3)] == [799.5, -195.5, -195.5]
 
@@ -122,9 +121,10 @@ def test_values_of_real_files(name, corner):
     image, values = opened(FILES[name])
     assert (image.mode, values[0, 0]) == ("F", corner)
     expected = pydicom.dcmread(FILES[name])
-    expected = expected.pixel_array.astype(float) * float(expected.get("RescaleSlope", 1)) + float(
-        expected.get("RescaleIntercept", 0)
+    slope, intercept = (
+        float(expected.get(f"Rescale{name}", value)) for name, value in (("Slope", 1), ("Intercept", 0))
     )
+    expected = expected.pixel_array.astype(float) * slope + intercept
     assert (values == expected).all()
 
 
@@ -151,9 +151,8 @@ def test_a_folder_of_a_disc(tmp_path: Path):
     listing = list_files(tmp_path, formats.SUFFIXES)
     assert listing.paths == ["1.2.840.113619.2.5", "IM0001", "a.ima", "slice.DCM"]
     assert dict(listing.ignored) == {"": 2, ".5": 1}
-    data = read(
-        "train", channels=1, size=2, dtype="uint8", limit=None, path=str(tmp_path), folders="none", test_fraction=0.0
-    )
+    settings = {"channels": 1, "size": 2, "dtype": "uint8", "limit": None, "folders": "none", "test_fraction": 0.0}
+    data = read("train", path=str(tmp_path), **settings)
     assert data.images[:].tolist() == [[[[0, 0], [62, 255]]]] * 4
 
 

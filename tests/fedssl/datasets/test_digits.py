@@ -23,9 +23,8 @@ def test_digits_are_those_of_scikit_learn() -> None:
     assert train.labels.dtype == torch.int64
     kept, held_out = stratified_holdout(original.target, fraction=0.2)
     for image_data, rows in ((train, kept), (test, held_out)):
-        assert torch.equal(
-            image_data.images[:][:, 0], torch.from_numpy(np.rint(original.images[rows] * 255 / 16)).byte()
-        )
+        expected = torch.from_numpy(np.rint(original.images[rows] * 255 / 16)).byte()
+        assert torch.equal(image_data.images[:][:, 0], expected)
         assert torch.equal(image_data.labels, torch.from_numpy(original.target[rows]))
         assert image_data.classes == tuple("0123456789")
     # Class sizes 178 182 177 183 181 182 181 179 174 180; a fifth is 35.6 36.4 35.4 36.6 36.2 36.4 36.2 35.8 34.8 36.0:

@@ -100,9 +100,8 @@ def test_an_unknown_split_is_refused_with_those_that_exist(tmp_path: Path) -> No
         with pytest.raises(InputError, match=f"split has no split '{name}', only Test, Train, Train_0; "):
             list_split(name, split)
     shards = touch(tmp_path / "shards", "train_0/a/1.png", "train_1/b/1.png")
-    with pytest.raises(
-        InputError, match=r"'train_0', but dataset\.test_fraction=0\.2 is held out of all of train_0, train_1"
-    ):
+    message = r"'train_0', but dataset\.test_fraction=0\.2 is held out of all of train_0, train_1"
+    with pytest.raises(InputError, match=message):
         list_split("train_0", shards, test_fraction=0.2)
     assert len(list_split("train_0", shards).files) == 1
     only_test = touch(tmp_path / "only", "test/a/1.png", "test/b/1.png")
@@ -138,9 +137,8 @@ def test_a_folder_of_one_class_has_no_labels(tmp_path: Path) -> None:
 
 
 def test_wrapping_folders_are_entered(tmp_path: Path) -> None:
-    root = touch(
-        tmp_path, "archive/Pets/cat/1.png", "archive/Pets/cat/old/2.png", "archive/Pets/dog/3.png", "other/x.txt"
-    )
+    names = ("archive/Pets/cat/1.png", "archive/Pets/cat/old/2.png", "archive/Pets/dog/3.png")
+    root = touch(tmp_path, *names, "other/x.txt")
     assert labeled(root, list_split("train", root)) == {
         "archive/Pets/cat/1.png": "cat",
         "archive/Pets/cat/old/2.png": "cat",
@@ -164,9 +162,8 @@ def test_classes_are_those_of_all_splits(tmp_path: Path) -> None:
 
 def test_spellings_of_a_class(tmp_path: Path) -> None:
     names = [unicodedata.normalize(form, "café") for form in ("NFC", "NFD")]
-    root = touch(
-        tmp_path / "accents", f"train/{names[0]}/1.png", "train/x/1.png", f"test/{names[1]}/1.png", "test/x/1.png"
-    )
+    others = ("train/x/1.png", "test/x/1.png")
+    root = touch(tmp_path / "accents", f"train/{names[0]}/1.png", f"test/{names[1]}/1.png", *others)
     assert classes_of(root) == [("café", "x")] * 2  # macOS decomposes accents
     for name in ("cat", "Cat "):
         root = touch(tmp_path / name, "train/Cat/1.png", "train/dog/1.png", f"test/{name}/1.png", "test/dog/1.png")

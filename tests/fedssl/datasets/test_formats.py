@@ -1,22 +1,19 @@
 """Formats that need a package: what is said without it."""
 
-import io
-
 import nibabel
 import numpy as np
 import pytest
-import tifffile
 
 from fedssl.datasets import formats
 from fedssl.datasets.decoding import Decoding
 from fedssl.errors import InputError
+from tests.fedssl.datasets.made import tiff
 
 NIFTI = nibabel.Nifti1Image(np.zeros((4, 4, 1), np.uint8), np.eye(4)).to_bytes()
-STREAM = io.BytesIO()
-tifffile.imwrite(STREAM, np.zeros((6, 6, 13), np.uint16), photometric="minisblack", planarconfig="contig")
+TIFF = tiff(np.zeros((6, 6, 13), np.uint16), photometric="minisblack", planarconfig="contig")
 
 
-@pytest.mark.parametrize(("name", "content", "channels"), [("nifti", NIFTI, 1), ("tiff", STREAM.getvalue(), 13)])
+@pytest.mark.parametrize(("name", "content", "channels"), [("nifti", NIFTI, 1), ("tiff", TIFF, 13)])
 def test_an_image_names_the_package_that_it_needs(monkeypatch, name, content, channels):
     monkeypatch.setattr(formats, "INSTALLED", frozenset())
     package = formats.PACKAGES[name.upper()]

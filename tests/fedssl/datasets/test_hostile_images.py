@@ -18,21 +18,17 @@ from fedssl.datasets import folder as reader
 from fedssl.datasets.stores import Pixels
 from fedssl.errors import InputError
 from fedssl.machine import memory
-from tests.fedssl.datasets.made import Batches, encoded
+from tests.fedssl.datasets.made import Batches, encoded, png_chunk
 
 
 def make_image(value: int = 7, *, mode: str = "RGB", size: tuple[int, int] = (8, 8)) -> Image.Image:
     return Image.new("L", size, value).convert(mode)
 
 
-def chunk(name: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
-
-
 def declared(width: int, height: int) -> bytes:
     """A PNG of a few bytes that declares this size."""
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + png_chunk(b"IDAT", zlib.compress(bytes(1000))) + png_chunk(b"IEND", b"")
 
 
 def with_text(megabytes: int) -> bytes:
@@ -79,9 +75,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def read(path: Path, **settings: object):
-    return reader.read(
-        "train", channels=3, size=8, dtype="uint8", limit=None, path=str(path), test_fraction=0, **settings
-    )
+    fixed = {"channels": 3, "size": 8, "dtype": "uint8", "limit": None, "test_fraction": 0}
+    return reader.read("train", path=str(path), **fixed, **settings)
 
 
 def test_malicious_images_are_left_out(folder, monkeypatch):

@@ -37,9 +37,8 @@ def source(request, pixels, tmp_path) -> ImageSource:
 
 def encoded(pixels: torch.Tensor) -> EncodedImages:
     """Every second record is damaged, and left out."""
-    records = [
-        record for image in pixels for record in (b"damaged", png(Image.fromarray(image.permute(1, 2, 0).numpy())))
-    ]
+    pngs = [png(Image.fromarray(image.permute(1, 2, 0).numpy())) for image in pixels]
+    records = [record for content in pngs for record in (b"damaged", content)]
     return EncodedImages(records, 2 * np.arange(COUNT) + 1, Decoding(channels=3, size=SIZE, dtype="uint8"))
 
 

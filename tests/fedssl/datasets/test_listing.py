@@ -56,9 +56,8 @@ def test_an_unreadable_folder_is_one_sentence(tmp_path: Path, monkeypatch: pytes
         return scandir(folder)
 
     monkeypatch.setattr(os, "scandir", refuse)  # root may read everything
-    with pytest.raises(
-        InputError, match=r"/private cannot be read \(Permission denied\); allow .*, or move it out of /"
-    ):
+    message = r"/private cannot be read \(Permission denied\); allow .*, or move it out of /"
+    with pytest.raises(InputError, match=message):
         images(tmp_path)
 
 

@@ -86,9 +86,8 @@ def test_names_without_an_ending_are_completed(images: Path) -> None:
     text = "path,label\nmy images/1,a\nmy images/2,b\n"
     assert first_pixels(read(images, text).images) == [10, 20]
     (images / "my images" / "2.tif").touch()
-    with pytest.raises(
-        InputError, match=r"1 of the 2 image files that .* do not exist, such as .*my images/2; correct"
-    ):
+    message = r"1 of the 2 image files that .* do not exist, such as .*my images/2; correct"
+    with pytest.raises(InputError, match=message):
         read(images, text)
 
 

@@ -63,9 +63,8 @@ def test_signed_values_and_floats_have_a_window(tmp_path):
         path = save(tmp_path, train_images=values.astype(kind))
         made = read("train", channels=1, size=2, limit=None, path=path, label=None, window=[-1000, 1000], dtype="uint8")
         assert made.images[:].tolist() == [[[[0, 0], [127, 255]]]]  # 255.999 (x + 1000) / 2000
-        with pytest.raises(
-            InputError, match=r"from -2000 to 1000, without a known range; set dataset.window=\[LOWEST,HIGHEST\]"
-        ):
+        message = r"from -2000 to 1000, without a known range; set dataset.window=\[LOWEST,HIGHEST\]"
+        with pytest.raises(InputError, match=message):
             read("train", channels=1, size=2, limit=None, path=path, label=None)
 
 
@@ -168,11 +167,8 @@ def test_groups_and_owners_are_arrays(tmp_path):
     patients = np.array(["p", "p", "q", "q", "r", "r"])
     path = several(tmp_path / "data", all={"images": GRAY, "labels": np.arange(6) % 2, "patient": patients})
     data = split_of_folder(path, owner="patient", group="patient")
-    assert (data.owners.tolist(), data.owner_names, data.groups.tolist()) == (
-        [0, 0, 1, 1, 2, 2],
-        ("p", "q", "r"),
-        [0, 0, 1, 1, 2, 2],
-    )
+    numbers = [0, 0, 1, 1, 2, 2]
+    assert (data.owners.tolist(), data.owner_names, data.groups.tolist()) == (numbers, ("p", "q", "r"), numbers)
     train, test = (split_of_folder(path, split, group="patient", test_fraction=0.3) for split in ("train", "test"))
     assert ({*train.groups.tolist()} & {*test.groups.tolist()}, len(test.images)) == (set(), 2)
     for setting in ("owner", "group"):

@@ -18,16 +18,12 @@ def test_several_files_are_one_data_set(tmp_path, storage):
     path = several(tmp_path / "data", client_0=first, client_1=other)
     data = split_of_folder(path, storage=storage, folders="owner")
     assert torch.equal(data.images[:][:, 0], torch.from_numpy(GRAY[:5]))
-    assert ([data.classes[label] for label in data.labels], data.owner_names) == (
-        list("bacac"),
-        ("client_0", "client_1"),
-    )
+    assert [data.classes[label] for label in data.labels] == list("bacac")
+    assert data.owner_names == ("client_0", "client_1")
     assert data.owners.tolist() == [0, 0, 1, 1, 1]
     index = data.origin[0].at(np.array([1, 3]))
-    assert (index.values("note"), [place.part for place in index.places(np.arange(2))]) == (
-        [2, 4],
-        ["images, 1", "images, 1"],
-    )
+    assert index.values("note") == [2, 4]
+    assert [place.part for place in index.places(np.arange(2))] == ["images, 1"] * 2
     assert index.image_name(1).endswith("client_1.npz[images, 1]")
     limited = split_of_folder(path, storage=storage, limit=3)
     assert (len(limited.images), limited.owners) == (3, None)

@@ -77,11 +77,8 @@ def test_pages_that_cannot_be_counted_are_a_warning(images, monkeypatch):
 def test_a_run_uses_all_pages(images, tmp_path):
     data = {"path": images, "pages": "all", "channels": 1, "size": 8, "mean": "[0.5]", "std": "[0.3]"}
     own = {"num_clients": 2, "rounds": 1, "batch_size": 4, "encoder.width": 4, "threads": 1, "engine": "local"}
-    own |= UNTESTED | {
-        "dataset": "folder",
-        "output_dir": tmp_path / "run",
-        **{f"dataset.{key}": data[key] for key in data},
-    }
+    own |= UNTESTED | {"dataset": "folder", "output_dir": tmp_path / "run"}
+    own |= {f"dataset.{key}": value for key, value in data.items()}
     run([f"{key}={value}" for key, value in own.items()])
     rows = (tmp_path / "run" / "partition.csv").read_text().splitlines()[1:]
     assert (
@@ -127,9 +124,8 @@ def test_files_of_a_folder_are_channels(scenes, storage, tmp_path, monkeypatch):
 
 
 def test_folders_without_the_same_bands_are_refused(scenes):
-    with pytest.raises(
-        InputError, match=r"field/S0 has .* in place of dataset.channels=4 bands; .* or set dataset.pages="
-    ):
+    message = r"field/S0 has .* in place of dataset.channels=4 bands; .* or set dataset.pages="
+    with pytest.raises(InputError, match=message):
         read(scenes / "field", "channels", channels=4, folders="none")
     with pytest.raises(InputError, match=r"each image would be a class of its own, .*; set dataset.folders=none"):
         read(scenes / "field", "channels", channels=3)

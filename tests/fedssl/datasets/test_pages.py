@@ -14,6 +14,7 @@ from fedssl.datasets.decoding import Decoding, Page, unreadable_reason
 from fedssl.datasets.pages import Successive
 from fedssl.errors import InputError
 from fedssl.export import Preprocess
+from tests.fedssl.datasets.made import encoded, png_chunk, tiff
 
 ANY = (ValueError, OSError, InputError, RuntimeError, SyntaxError)
 RANDOM = np.random.default_rng(0)
@@ -26,18 +27,8 @@ def png(values: np.ndarray) -> bytes:
     height, width, channels = values.shape
     lines = b"".join(b"\0" + line.astype(">u2").tobytes() for line in values)
     head = struct.pack(">IIBBBBB", width, height, 16, {2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    parts = [chunk(b"IHDR", head), chunk(b"IDAT", zlib.compress(lines)), chunk(b"IEND", b"")]
+    parts = [png_chunk(b"IHDR", head), png_chunk(b"IDAT", zlib.compress(lines)), png_chunk(b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
-
-
-def tiff(values: np.ndarray, **options: object) -> bytes:
-    stream = io.BytesIO()
-    tifffile.imwrite(stream, values, **options)
-    return stream.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -102,21 +93,13 @@ def test_pages_instead_of_channels():
             decoding(tiff(np.zeros(shape, np.uint16)))
 
 
-def test_near_infrared_is_no_opacity():
-    values = RANDOM.integers(0, 65536, (6, 6, 4), dtype=np.uint16)
-    content = tiff(values, **BANDS)
-    assert np.array_equal(Decoding(channels=4, size=6)(content), values.transpose(2, 0, 1))
-    with pytest.raises(InputError, match="it has 4 channels but dataset.channels=3"):
-        Decoding(channels=3, size=6)(content)
-
-
-def test_other_channels_of_images_of_8_bits():
-    rgba = RANDOM.integers(0, 256, (6, 6, 4), dtype=np.uint8)
-    stream = io.BytesIO()
-    Image.fromarray(rgba).save(stream, "PNG")
-    assert np.array_equal(Decoding(channels=4, size=6)(stream.getvalue()), rgba.transpose(2, 0, 1))
-    with pytest.raises(InputError, match="it has 4 channels but dataset.channels=2"):
-        Decoding(channels=2, size=6)(stream.getvalue())
+@pytest.mark.parametrize(("bands", "kind", "others"), [(4, "u2", 3), (4, "u1", 3), (2, "u1", 3), (4, "RGBA", 2)])
+def test_bands_are_no_opacity_and_opacity_may_be_a_band(bands, kind, others):
+    values = RANDOM.integers(0, 65536, (6, 6, bands)).astype("u1" if kind == "RGBA" else kind)
+    content = encoded(Image.fromarray(values)) if kind == "RGBA" else tiff(values, **BANDS)
+    assert np.array_equal(Decoding(channels=bands, size=6)(content), values.transpose(2, 0, 1))
+    with pytest.raises(InputError, match=f"it has {bands} channels but dataset.channels={others}"):
+        Decoding(channels=others, size=6)(content)
 
 
 @pytest.mark.parametrize("make", [tiff, lambda values: tiff(values, compression="zlib")], ids=["raw", "deflate"])
@@ -129,16 +112,13 @@ def test_pages_of_tiff(tmp_path, make):
 
 
 def test_a_mixture_has_the_widest_dtype_of_a_sample():
-    stream = io.BytesIO()
-    Image.fromarray(np.full((6, 6, 3), 200, np.uint8)).save(stream, "PNG")
-    eight, sixteen = stream.getvalue(), png(COLOR)
+    eight, sixteen = encoded(Image.fromarray(np.full((6, 6, 3), 200, np.uint8))), png(COLOR)
     decoding = Decoding(channels=3, size=6).with_found_dtype([eight, b"damaged", sixteen])
     assert (decoding.pixel_dtype, decoding(eight).max(), decoding(sixteen).dtype) == ("uint16", 200 * 257, np.uint16)
     narrow = Decoding(channels=3, size=6).with_found_dtype([eight])
     assert narrow(eight).dtype == np.uint8
-    with pytest.raises(
-        InputError, match="it needs dtype uint16, and a sample of the images uint8; set dataset.dtype=u"
-    ):
+    message = "it needs dtype uint16, and a sample of the images uint8; set dataset.dtype=u"
+    with pytest.raises(InputError, match=message):
         narrow(sixteen)
     reduced = Decoding(channels=3, size=6, dtype="uint8")(sixteen)
     assert np.array_equal(reduced, (COLOR.transpose(2, 0, 1) // 256))
@@ -224,11 +204,6 @@ def test_bands_of_8_bits_beside_red_green_and_blue(extra, bands):
     assert np.array_equal(Decoding(channels=bands, size=6)(content), values.transpose(2, 0, 1))
 
 
-def test_two_bands_of_8_bits():
-    values = RANDOM.integers(0, 256, (6, 6, 2), dtype=np.uint8)
-    assert np.array_equal(Decoding(channels=2, size=6)(tiff(values, **BANDS)), values.transpose(2, 0, 1))
-
-
 def test_unsigned_values_of_32_bits():
     values = np.uint32(3_000_000_000) + RANDOM.integers(0, 1000, (6, 6), dtype=np.uint32)
     window = [3_000_000_000, 3_000_001_000]
@@ -240,8 +215,7 @@ def test_a_transparent_color_of_16_bits():
     values = COLOR.copy()
     values[0, 0] = values[2, 3]
     content = png(values)
-    key = b"tRNS" + values[2, 3].astype(">u2").tobytes()
-    content = content[:33] + struct.pack(">I", 6) + key + struct.pack(">I", zlib.crc32(key)) + content[33:]
+    content = content[:33] + png_chunk(b"tRNS", values[2, 3].astype(">u2").tobytes()) + content[33:]
     expected = np.where((values == values[2, 3]).all(axis=2), 0, values.transpose(2, 0, 1))
     assert np.array_equal(Decoding(channels=3, size=6, background=0)(content), expected)
 

@@ -12,7 +12,7 @@ from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.pixels import to_array
 from fedssl.datasets.raster import PixelSettings
 from fedssl.errors import InputError
-from tests.fedssl.datasets.made import encoded
+from tests.fedssl.datasets.made import encoded, png_chunk
 
 
 def read(content: bytes, **changes: object) -> list:
@@ -73,9 +73,8 @@ def test_transparent_pixels_have_the_background(mode):
 def test_color_spaces_of_print_and_of_editors():
     """CMYK of JPEG, which Adobe stores inverted, LAB of TIFF, HSV, 1 bit and a palette of 16 entries."""
     color = Image.new("RGB", (16, 16), (200, 100, 50))
-    lab = ImageCms.profileToProfile(
-        color, ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB"), outputMode="LAB"
-    )
+    profiles = (ImageCms.createProfile(name) for name in ("sRGB", "LAB"))
+    lab = ImageCms.profileToProfile(color, *profiles, outputMode="LAB")
     sixteen = color.quantize(16)
     files = {
         "CMYK": encoded(color.convert("CMYK"), "JPEG", quality=100),
@@ -123,11 +122,8 @@ def test_values_are_divided_by_the_given_maximum():
     assert read(b"P5 2 2 65535\n" + twelve.tobytes(), window=[0, 4095]) == levels
     assert read(b"Pf 2 2 -1.0\n" + twelve[::-1].astype("<f4").tobytes(), window=[0, 4095]) == levels
     assert read(b"P6 2 2 4095\n" + twelve.repeat(3).tobytes()) == levels
-    for content in (
-        encoded(Image.fromarray(twelve.astype("<u2"))),
-        tiff(twelve),
-        tiff(twelve.astype("<i4"), sample_format=2),
-    ):
+    png = encoded(Image.fromarray(twelve.astype("<u2")))
+    for content in (png, tiff(twelve), tiff(twelve.astype("<i4"), sample_format=2)):
         assert read(content, window=[0, 4095]) == levels
     assert read(tiff((twelve / 4095).astype("<f4"), sample_format=3), window=[0, 1]) == levels
     assert read(encoded(Image.fromarray(twelve.astype(np.uint8))), window=[0, 4095]) == [[0, 16], [0, 255]]  # 8 bits
@@ -163,16 +159,11 @@ def test_values_beyond_the_window_are_black_and_white():
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_a_transparent_value_of_few_bits(bits):
     """Pillow scales the gray values of PNG to 8 bits, but not the transparent one."""
-
-    def chunk(name: bytes, content: bytes) -> bytes:
-        body = name + content
-        return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
-
-    start = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, bits, 0, 0, 0, 0))
-    start += chunk(b"tRNS", struct.pack(">H", 1))
+    start = b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, bits, 0, 0, 0, 0))
+    start += png_chunk(b"tRNS", struct.pack(">H", 1))
     for value, expected in ((0, 0), (1, 99)):  # black, and the transparent value
-        pixels = chunk(b"IDAT", zlib.compress(bytes([0, value << 8 - bits])))
-        decoded = Decoding(channels=1, size=1, background=99)(start + pixels + chunk(b"IEND", b""))
+        pixels = png_chunk(b"IDAT", zlib.compress(bytes([0, value << 8 - bits])))
+        decoded = Decoding(channels=1, size=1, background=99)(start + pixels + png_chunk(b"IEND", b""))
         assert decoded.tolist() == [[[expected]]]
 
 

@@ -100,9 +100,8 @@ def test_channels_of_any_number():
 
 def test_opacity_mixes_with_the_background():
     values = [[[65535, 0, 0, 0]], [[65535, 0, 0, 65535]]]
-    found = made(
-        np.array(values).repeat(2, axis=1), "uint16", settings={"channels": 3, "background": 51}, has_alpha=True
-    )
+    pixels, background = np.array(values).repeat(2, axis=1), {"channels": 3, "background": 51}
+    found = made(pixels, "uint16", settings=background, has_alpha=True)
     assert found[:, 0, 0].tolist() == [13107] * 3  # 65535 * 51 / 255
     assert found[:, 1, 0].tolist() == [65535, 0, 0]
     four = made(np.array(values).repeat(2, axis=1), "uint16", settings={"channels": 4}, has_alpha=True)
@@ -121,10 +120,7 @@ def test_unknown_ranges_and_lower_values_are_refused():
     ("settings", "message"),
     [
         ({"percentiles": [99, 1]}, r"dataset.percentiles=\[99, 1\] must be \[LOWEST,HIGHEST\]"),
-        *(
-            ({"window": window}, r"dataset.window=\[.* two ascending values")
-            for window in ([5], [5, 5], [9, 1], [0, 1, 2])
-        ),
+        *(({"window": one}, r"dataset.window=\[.* two ascending values") for one in ([5], [5, 5], [9, 1], [0, 1, 2])),
         ({"percentiles": [-1, 50]}, "dataset.percentiles"),
         ({"percentiles": [1, 99], "window": [0, 1]}, "dataset.window and dataset.percentiles are both set"),
         ({"dtype": "int16"}, "dataset.dtype=int16 must be auto or uint8"),

@@ -1,6 +1,5 @@
 """Warnings about data sets whose images have hardly any content."""
 
-import io
 import logging
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from fedssl.datasets.base import load_federated
 from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.sample_checks import range_warnings
 from tests.fedssl.datasets.dicom_files import FILES, opened
-from tests.fedssl.datasets.made import png, settings_of
+from tests.fedssl.datasets.made import encoded, png, settings_of
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
 
@@ -88,13 +87,11 @@ def test_frames_and_values_without_a_window_are_a_warning():
 
 def test_a_warning_ignores_values_that_are_not_finite():
     for value in (np.inf, np.nan):
-        stream = io.BytesIO()
-        Image.fromarray(np.array([[0, value]], np.float32)).save(stream, "TIFF")
-        found = range_warnings([stream.getvalue()], Decoding(channels=1, size=2, window=[0, 1]))
+        content = encoded(Image.fromarray(np.array([[0, value]], np.float32)), "TIFF")
+        found = range_warnings([content], Decoding(channels=1, size=2, window=[0, 1]))
         assert len(found) == np.isnan(value)
-        assert all(
-            "1 images have pixels without a value (NaN, no data), which become black" in warning for warning in found
-        )
+        expected = "1 images have pixels without a value (NaN, no data), which become black"
+        assert all(expected in warning for warning in found)
 
 
 def test_one_window_for_several_modalities_is_a_warning():

@@ -53,9 +53,8 @@ def test_shards_of_splits(tmp_path: Path) -> None:
     assert first_pixels(read(tmp_path, "test").images) == [7]
     assert first_pixels(read(f"{tmp_path}/train-{{000..001}}.tar").images) == [1, 2, 5, 3]
     assert first_pixels(read(f"{tmp_path}/train-001.tar").images) == [5, 3]
-    with pytest.raises(
-        InputError, match=r"names 4 files or patterns, of which 2 match no file, such as .*/train-002\.tar"
-    ):
+    message = r"names 4 files or patterns, of which 2 match no file, such as .*/train-002\.tar"
+    with pytest.raises(InputError, match=message):
         read(f"{tmp_path}/train-{{000..003}}.tar")
     limited = read(tmp_path, limit=3, storage="encoded")
     assert first_pixels(limited.images) == first_pixels(read(tmp_path, limit=3).images)
@@ -98,11 +97,8 @@ def test_malicious_members_are_harmless(tmp_path: Path) -> None:
     file = tmp_path / "data" / "train.tar"
     shard(file, {"../../escape.png": png(make_image(1)), "/etc/absolute.png": png(make_image(2)), "1.pyd": b"cos\n"})
     with tarfile.open(file, "a") as archive:
-        for kind, name in (
-            (tarfile.SYMTYPE, "link.png"),
-            (tarfile.LNKTYPE, "hard.png"),
-            (tarfile.FIFOTYPE, "pipe.png"),
-        ):
+        kinds = {"link.png": tarfile.SYMTYPE, "hard.png": tarfile.LNKTYPE, "pipe.png": tarfile.FIFOTYPE}
+        for name, kind in kinds.items():
             info = tarfile.TarInfo(name)
             info.type, info.linkname = kind, str(tmp_path / "secret.png")
             archive.addfile(info)
@@ -116,25 +112,18 @@ def test_malicious_members_are_harmless(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"no tar", r"train\.tar cannot be read \(it is no uncompressed tar file"),
-        (None, r"train\.tar cannot be read \(it is no uncompressed tar file"),
+        ("w:gz", r"train\.tar cannot be read \(it is no uncompressed tar file"),
+        ("w", r"train\.tar cannot be read \(it is no uncompressed tar file: unexpected end"),
         (b"", r"train\.tar cannot be read|no column|names no images"),
     ],
-    ids=["text", "compressed", "empty"],
+    ids=["text", "compressed", "cut", "empty"],
 )
-def test_unusable_shards_are_one_sentence(tmp_path: Path, content: bytes | None, message: str) -> None:
-    if content is None:
-        shard(tmp_path / "train.tar", samples(1), "w:gz")
-    else:
-        (tmp_path / "train.tar").write_bytes(content)
+def test_unusable_shards_are_one_sentence(tmp_path: Path, content: bytes | str, message: str) -> None:
+    if isinstance(content, str):
+        shard(tmp_path / "train.tar", samples(1, 2, 3), content)
+        content = (tmp_path / "train.tar").read_bytes()[: 2000 if content == "w" else None]
+    (tmp_path / "train.tar").write_bytes(content)
     with pytest.raises(InputError, match=message):
-        read(tmp_path)
-
-
-def test_a_shard_that_is_cut_is_refused(tmp_path: Path) -> None:
-    shard(tmp_path / "train.tar", samples(1, 2, 3))
-    content = (tmp_path / "train.tar").read_bytes()
-    (tmp_path / "train.tar").write_bytes(content[:2000])
-    with pytest.raises(InputError, match=r"train\.tar cannot be read \(it is no uncompressed tar file: unexpected end"):
         read(tmp_path)
 
 
@@ -174,9 +163,8 @@ def test_compressed_shards_are_read_like_others(tmp_path: Path, ending: str, cap
         train = read(tmp_path, storage=storage, cache=cache)
         assert (first_pixels(train.images), train.labels.tolist()) == ([1, 2, 5, 3], [1, 2, 2, 0])
         assert any("2 of 6 images cannot be read" in warning for warning in train.warnings)
-    assert first_pixels(read(tmp_path, limit=3).images) == first_pixels(
-        read(tmp_path, limit=3, storage="encoded").images
-    )
+    few = [first_pixels(read(tmp_path, limit=3, storage=storage).images) for storage in ("decoded", "encoded")]
+    assert few[0] == few[1]
     assert first_pixels(read(tmp_path, "test").images) == [7]
     assert first_pixels(read(tmp_path, splits={"federated": "val", "train": "val", "test": None}).images) == [7]
     shard(tmp_path / "train-002.tar", samples(9))  # beside compressed ones
@@ -233,9 +221,8 @@ def test_the_remedy_for_other_archives_works(tmp_path: Path, name: str, mode: st
         (tmp_path / name).write_bytes(packed(png(make_image(4))))
     else:
         shard(tmp_path / name, samples(4), mode)
-    with pytest.raises(
-        InputError, match=rf"holds no image .*; unpack archives into an existing folder first: {command}"
-    ):
+    message = rf"holds no image .*; unpack archives into an existing folder first: {command}"
+    with pytest.raises(InputError, match=message):
         read(tmp_path)
     typed = command.replace("FILE", str(tmp_path / name)).replace("FOLDER", str(tmp_path))
     subprocess.run(typed.split(), check=True)

@@ -10,6 +10,7 @@ import tifffile
 
 from fedssl.datasets.decoding import Decoding, Page
 from fedssl.datasets.tiff_chain import image_pages
+from tests.fedssl.datasets.made import tiff
 
 STACK = np.random.default_rng(0).integers(0, 65536, (4, 16, 16), dtype=np.uint16)
 
@@ -60,9 +61,8 @@ def test_pixels_without_data_are_black_and_no_part_of_percentiles(kind):
     values = (STACK[0] // 64).astype(kind)
     missing = 65535 if kind == "uint16" else -9999
     values[:4] = missing
-    stream = io.BytesIO()
-    tifffile.imwrite(stream, values, extratags=[(42113, "s", 0, str(missing), True)])
-    found = Decoding(channels=1, size=16, percentiles=[0, 100], dtype="float32")(stream.getvalue())
+    content = tiff(values, extratags=[(42113, "s", 0, str(missing), True)])
+    found = Decoding(channels=1, size=16, percentiles=[0, 100], dtype="float32")(content)
     low, high = values[4:].min(), values[4:].max()
     assert not found[0, :4].any()
     np.testing.assert_allclose(found[0, 4:], (values[4:].astype(float) - low) / (float(high) - low), atol=1e-6)

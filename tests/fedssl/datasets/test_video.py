@@ -14,16 +14,11 @@ from fedssl.datasets.decoding import Decoding, Page, unreadable_reason
 from fedssl.datasets.folder import read
 from fedssl.datasets.formats import module_of
 from fedssl.datasets.pages import open_pages
+from tests.fedssl.datasets.made import encoded
 
 ANY = (ValueError, OSError, EOFError)
-CONTAINERS = {
-    "mp4": "mpeg4",
-    "mov": "mpeg4",
-    "avi": "mpeg4",
-    "matroska": "ffv1",
-    "webm": "libvpx",
-    "mpeg": "mpeg2video",
-}
+CONTAINERS = dict.fromkeys(("mp4", "mov", "avi"), "mpeg4")
+CONTAINERS |= {"matroska": "ffv1", "webm": "libvpx", "mpeg": "mpeg2video"}
 SIZE = 32
 
 
@@ -124,9 +119,8 @@ def test_more_than_8_bits_are_kept(pix_fmt, bits):
 def test_a_cut_video_has_the_frames_before(tmp_path):
     content = video(STEADY, kind="matroska")
     (tmp_path / "a.mkv").write_bytes(content[: len(content) // 2])
-    found = list(
-        Decoding(channels=1, size=SIZE, video_interval=0.4).each(Page(tmp_path / "a.mkv", n) for n in range(6))
-    )
+    decoding = Decoding(channels=1, size=SIZE, video_interval=0.4)
+    found = list(decoding.each(Page(tmp_path / "a.mkv", number) for number in range(6)))
     readable = [image for image in found if not isinstance(image, Exception)]
     assert 2 <= len(readable) <= 4
     assert [level(image) for image in readable] == pytest.approx([50, 80, 110, 140][: len(readable)], abs=4)
@@ -144,13 +138,10 @@ def sound(kind: str = "mp4") -> bytes:
 
 
 def test_containers_by_their_magic_numbers():
-    assert {kind: module_of(video(STEADY[:2], kind=kind)[:512]) for kind in CONTAINERS} == dict.fromkeys(
-        CONTAINERS, "video"
-    )
+    modules = {kind: module_of(video(STEADY[:2], kind=kind)[:512]) for kind in CONTAINERS}
+    assert modules == dict.fromkeys(CONTAINERS, "video")
     for name in ("AVIF", "JPEG2000", "WEBP"):
-        stream = io.BytesIO()
-        Image.new("RGB", (8, 8)).save(stream, name)
-        assert module_of(stream.getvalue()[:512]) is None
+        assert module_of(encoded(Image.new("RGB", (8, 8)), name)[:512]) is None
     assert module_of(b"\0\0\0\x18ftypheic" + bytes(100)) is None
 
 

@@ -51,12 +51,8 @@ def write_2(
     folder: Path, array: np.ndarray, sizes: tuple[int, ...], *, codec="zstd", order="C", separator=".", **about
 ):
     metadata = {"zarr_format": 2, "shape": array.shape, "chunks": sizes, "dtype": array.dtype.str, "order": order}
-    metadata |= {
-        "compressor": codec and {"id": codec},
-        "filters": None,
-        "fill_value": 0,
-        "dimension_separator": separator,
-    }
+    metadata |= {"compressor": codec and {"id": codec}, "filters": None, "fill_value": 0}
+    metadata["dimension_separator"] = separator
     encode = ENCODERS.get(codec, bytes)
     chunks = {
         separator.join(map(str, key)): encode(part.tobytes(order)) for key, part in chunks_of(array, sizes).items()
@@ -131,15 +127,11 @@ def test_axes_of_channels(tmp_path, shape, channels, count):
 @pytest.mark.parametrize("version", [2, 3])
 def test_the_lowest_sufficient_resolution_is_read(tmp_path, version):
     levels = [np.full((2, 3, 1, 80 >> level, 120 >> level), 100 * level + 7, np.uint16) for level in range(3)]
-    scales = {
-        "multiscales": [
-            {"axes": [{"name": name} for name in "tczyx"], "datasets": [{"path": f"s{n}"} for n in range(3)]}
-        ]
-    }
+    levels_of = [{"path": f"s{number}"} for number in range(3)]
+    scales = {"multiscales": [{"axes": [{"name": name} for name in "tczyx"], "datasets": levels_of}]}
     about = {".zgroup": {"zarr_format": 2}, ".zattrs": scales}
-    write(
-        tmp_path / "a.zarr", about if version == 2 else {"zarr.json": {"zarr_format": 3, "attributes": {"ome": scales}}}
-    )
+    of_3 = {"zarr.json": {"zarr_format": 3, "attributes": {"ome": scales}}}
+    write(tmp_path / "a.zarr", about if version == 2 else of_3)
     for number, level in enumerate(levels):
         (write_2 if version == 2 else write_3)(tmp_path / "a.zarr" / f"s{number}", level, (1, 1, 1, 64, 64))
     for size, level in ((10, 2), (11, 1), (20, 1), (21, 0), (64, 0)):

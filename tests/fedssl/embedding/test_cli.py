@@ -129,9 +129,8 @@ def test_wrong_images_end_the_first_block(run: Path, tmp_path: Path, monkeypatch
     (tmp_path / "photos").mkdir()
     for number in range(20):
         np.save(tmp_path / "photos" / f"{number:02}.npy", np.zeros((9, 9, 5), np.uint8))
-    with pytest.raises(
-        InputError, match=r"8 of 20 images cannot be read: 00.npy \(it has 5 channels but the encoder's channels=3\)"
-    ):
+    message = r"8 of 20 images cannot be read: 00.npy \(it has 5 channels but the encoder's channels=3\)"
+    with pytest.raises(InputError, match=message):
         embed(run, tmp_path / "photos", tmp_path / "a.npy")
     assert not list(tmp_path.glob(".a*"))
 

@@ -110,21 +110,13 @@ def test_fixed_positions_equal_the_formula(side: int, width: int) -> None:
         (vit_tiny, {"channels": 3, "size": 30}, "encoder.patch=4 does not divide the 30x30"),
         (vit_tiny, {"channels": 3, "size": 32, "heads": 5}, "encoder.heads=5 does not divide encoder.width=192"),
         (vit_tiny, {"channels": 3, "size": 32, "depth": 0}, "^encoder.depth=0 must be an integer from 1 to 1000$"),
-        (
-            vit_tiny,
-            {"channels": 3, "size": 32, "positions": "rotary"},
-            "^encoder.positions=rotary must be sincos or learned$",
-        ),
+        (vit_tiny, {"channels": 3, "size": 32, "positions": "x"}, "^encoder.positions=x must be sincos or learned$"),
         (
             vit_tiny,
             {"channels": 3, "size": 32, "width": 6, "heads": 1, "positions": "sincos"},
             "encoder.width=6 is not a multiple of 4; set encoder.width to a multiple of 4",
         ),
-        (
-            vit_small,
-            {"channels": 3, "size": 32, "registers": -1},
-            "^encoder.registers=-1 must be an integer from 0 to 1024$",
-        ),
+        (vit_small, {"channels": 3, "size": 32, "registers": -1}, "^encoder.registers=-1 must be an integer from 0 to"),
         (vit_base, {"channels": 3, "size": 30}, "encoder.patch=4 does not divide the 30x30"),
         (resnet18, {"channels": 3, "size": 32, "stem": "big"}, "^encoder.stem=big must be small or imagenet$"),
         (resnet18, {"channels": 0, "size": 32}, "^encoder.channels=0 must be an integer of at least 1$"),
@@ -139,9 +131,8 @@ def test_bad_settings_are_refused_in_one_sentence(build, settings: dict, message
 
 @pytest.mark.parametrize("file", sorted(path.stem for path in (CONF / "encoder").glob("*.yaml")))
 def test_every_yaml_builds(file: str) -> None:
-    config = OmegaConf.create(
-        {"dataset": {"channels": 1, "size": 32}, "encoder": OmegaConf.load(CONF / "encoder" / f"{file}.yaml")}
-    )
+    node = OmegaConf.load(CONF / "encoder" / f"{file}.yaml")
+    config = OmegaConf.create({"dataset": {"channels": 1, "size": 32}, "encoder": node})
     assert config.encoder.pop("weights") is None  # of the server alone
     with shapes_only():
         encoder = instantiate(config.encoder)

@@ -38,9 +38,8 @@ def test_extract_leaves_modes_and_statistics_as_they_were():
     encoder = Statistics().train()
     encoder.norm.eval()  # a layer that is kept frozen during training
     before = {name: value.clone() for name, value in encoder.state_dict().items()}
-    features = extract(
-        encoder, TensorImages(torch.zeros(3, 1, 1, 2, dtype=torch.uint8)), mean=[0.5], std=[0.1], device="cpu"
-    )
+    images = TensorImages(torch.zeros(3, 1, 1, 2, dtype=torch.uint8))
+    features = extract(encoder, images, mean=[0.5], std=[0.1], device="cpu")
     assert (encoder.training, encoder.norm.training, encoder.dropout.training) == (True, False, True)
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
     assert not features.is_inference()
@@ -50,9 +49,8 @@ def test_extract_leaves_modes_and_statistics_as_they_were():
 def test_extract_normalizes_channels_whatever_the_batch_size():
     images = torch.randint(0, 256, (7, 3, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     mean, std = [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]
-    expected = (images.double() / 255 - torch.tensor(mean).double().view(3, 1, 1)) / torch.tensor(std).double().view(
-        3, 1, 1
-    )
+    of_mean, of_std = (torch.tensor(values).double().view(3, 1, 1) for values in (mean, std))
+    expected = (images.double() / 255 - of_mean) / of_std
     for batch_size in (2, 7, 100):
         result = extract(nn.Flatten(), TensorImages(images), mean=mean, std=std, device="cpu", batch_size=batch_size)
         torch.testing.assert_close(result.double(), expected.flatten(1), rtol=1e-5, atol=1e-6)

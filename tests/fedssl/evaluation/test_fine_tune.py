@@ -92,9 +92,8 @@ def test_colors_of_multispectral_images_are_rejected():
 
 
 def test_a_linear_probe_on_shares():
-    result = evaluate(
-        FewLabels(labels_per_class=[], shares=[0.1, 0.5], draws=3), halves(Brightness(1.0, 1.0), 60), seed=0
-    )
+    few = FewLabels(labels_per_class=[], shares=[0.1, 0.5], draws=3)
+    result = evaluate(few, halves(Brightness(1.0, 1.0), 60), seed=0)
     assert list(result) == ["linear_10_percent", "linear_50_percent"]
     assert result["linear_50_percent"].value == 1
 

@@ -30,9 +30,8 @@ def test_softmax_regression_equals_scikit_learn(n: int, l2: float):
     x, x_test = standardize(data.train, data.test)
     weight, bias = softmax_regression(x, data.train_labels, num_classes=4, l2=l2)
     # scikit-learn minimizes C * sum of losses + ||weight||^2 / 2.
-    reference = LogisticRegression(C=1 / (n * l2), tol=1e-10, max_iter=20_000).fit(
-        x.double().numpy(), data.train_labels.numpy()
-    )
+    reference = LogisticRegression(C=1 / (n * l2), tol=1e-10, max_iter=20_000)
+    reference.fit(x.double().numpy(), data.train_labels.numpy())
     result = torch.addmm(bias, x_test, weight).softmax(1).double().numpy()
     np.testing.assert_allclose(result, reference.predict_proba(x_test.double().numpy()), atol=5e-3)
 

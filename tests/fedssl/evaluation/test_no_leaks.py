@@ -12,6 +12,7 @@ from fedssl.config.settings import Component
 from fedssl.evaluation import classifier, few_labels, fine_tune, knn, linear_probe, sgd_linear_probe
 from fedssl.evaluation.protocol import LabeledImages, evaluate, make_evaluation_input
 from fedssl.methods.base import build_method
+from tests.cases import some
 
 SMALL = ["dataset.limit=80", "dataset.test_limit=60", "encoder.width=4"]
 MODULES = (few_labels, fine_tune, knn, linear_probe, sgd_linear_probe)
@@ -66,9 +67,7 @@ def evaluation_input():
     return result
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.heavy if name in ALIKE else []) for name in alone()]
-)
+@pytest.mark.parametrize("name", some(alone(), default={*alone()} - ALIKE))
 def test_predictions_do_not_depend_on_labels_or_other_test_images(name, evaluation_input, predictions):
     test, protocol = evaluation_input.test, made(name)
 

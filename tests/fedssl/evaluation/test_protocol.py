@@ -46,10 +46,8 @@ def evaluation_input(encoder: nn.Module | None) -> EvaluationInput:
     """Images of 1 x 2 pixels; class 0 is bright on the left, class 1 on the right."""
     images = torch.tensor([[255, 0], [0, 255], [204, 51], [51, 204]], dtype=torch.uint8).view(4, 1, 1, 2)
     labels = torch.tensor([0, 1, 0, 1])
-    some = {
-        "train": LabeledImages(TensorImages(images), labels),
-        "test": LabeledImages(TensorImages(images[:3]), labels[:3]),
-    }
+    train, test = (LabeledImages(TensorImages(images[:n]), labels[:n]) for n in (4, 3))
+    some = {"train": train, "test": test}
     return EvaluationInput(encoder=encoder, **some, mean=(0.5,), std=(0.1,), device=torch.device("cpu"))
 
 
@@ -67,11 +65,8 @@ def test_every_domain_of_the_test_has_its_results():
     owned = replace(whole, test=replace(whole.test, labels=torch.tensor([0, 0, 0]), owners=torch.tensor([0, 2, 0])))
     owned = replace(owned, test=replace(owned.test, owner_names=("a", "no image", "b")))
     results = evaluate_domains(KNN(k=1), owned, seed=0)
-    assert {name: score.value for name, score in results.items()} == {
-        "knn": pytest.approx(2 / 3),
-        "knn_a": 1,
-        "knn_b": 0,
-    }
+    values = {name: score.value for name, score in results.items()}
+    assert values == {"knn": pytest.approx(2 / 3), "knn_a": 1, "knn_b": 0}
     assert encoder.seen == 4 + 3
     assert evaluate_domains(KNN(k=1), whole, seed=0).keys() == {"knn"}
     many = replace(owned.test, owners=torch.arange(3))

@@ -57,11 +57,8 @@ class _NetworkRan(Exception):
     pass
 
 
-NAMES = sorted(
-    str(file.relative_to(FOLDER).with_suffix(""))
-    for file in FOLDER.rglob("*.yaml")
-    if file.stem not in TRANSFERS + TARGETS
-)
+FILES = [file.relative_to(FOLDER) for file in FOLDER.rglob("*.yaml")]
+NAMES = sorted(str(file.with_suffix("")) for file in FILES if file.stem not in TRANSFERS + TARGETS)
 
 
 @pytest.mark.parametrize("name", some(NAMES, default=set(NAMES) - {"fedu2/linear", "few_labels", "l_dawa/labels"}))

@@ -227,10 +227,7 @@ def test_settings_files_have_the_papers_values(choice, numbers, lr):
     ("overrides", "sentence"),
     [
         (["evaluation.shares=[]"], "shares=.. of a linear probe must have at least one share"),
-        (
-            ["evaluation.shares=[2.0]"],
-            r"evaluation.shares=\[2.0\] must be a list of numbers above 0 and at most 1; the",
-        ),
+        (["evaluation.shares=[2.0]"], r"evaluation.shares=\[2.0\] must be a list of numbers above 0 and at most 1"),
         (["evaluation.features=both"], "evaluation.features=both must be pooled or map; the default is pooled"),
         (["evaluation.batch_norm_epochs=-1"], "evaluation.batch_norm_epochs=-1 must be an integer of at least 0; the"),
         (["evaluation.epochs=-1"], "evaluation.epochs=-1 must be an integer of at least 0; the default is 50"),
@@ -238,10 +235,7 @@ def test_settings_files_have_the_papers_values(choice, numbers, lr):
         (["evaluation.view={flip_prob: 2}"], "evaluation.view.flip_prob=2 must be at most 1"),
         (["+evaluation.view.count=0"], "view.count is not a setting of a view"),
         (["evaluation.optimizer.lr=-1"], "evaluation.optimizer.lr=-1 must be a number of at least 0; the default is"),
-        (
-            ["+evaluation.optimizer.eps=-1"],
-            "optimizer or lr_schedule of a linear probe rejects its settings: Invalid eps",
-        ),
+        (["+evaluation.optimizer.eps=-1"], "optimizer or lr_schedule of a linear probe rejects its settings: Invalid"),
     ],
 )
 def test_invalid_settings_are_one_sentence(overrides, sentence):

@@ -117,10 +117,8 @@ def test_damaged_images_are_named_and_left_out(run: Path, photos: Path) -> None:
 
 
 def test_columns_of_a_manifest_color_the_images(run: Path, photos: Path) -> None:
-    lines = [
-        "path,label,site",
-        *(f"photos/{name},{'' if number % 2 else 'x'},site {number % 3}" for number, name in enumerate(NAMES)),
-    ]
+    rows = [f"photos/{name},{'' if number % 2 else 'x'},site {number % 3}" for number, name in enumerate(NAMES)]
+    lines = ["path,label,site", *rows]
     (photos.parent / "list.csv").write_text("\n".join(lines))
     _, data = explore(run, f"images={photos.parent / 'list.csv'}", "columns=site", "limit=9")
     expected = {f"photos/{name}": f"site {number % 3}" for number, name in enumerate(NAMES)}

@@ -75,9 +75,8 @@ def test_a_click_on_the_map_selects_its_image(open_page: OpenPage, file: Path):
     assert page.page.locator(".name").inner_text() == page.evaluate(f"names[{nearest}]")
     tiles = page.page.locator("#details .tile")
     assert tiles.count() == 10
-    assert [float(caption) for caption in tiles.all_inner_texts()] == sorted(
-        map(float, tiles.all_inner_texts()), reverse=True
-    )
+    captions = [float(caption) for caption in tiles.all_inner_texts()]
+    assert captions == sorted(captions, reverse=True)
     tiles.nth(3).click()
     assert page.evaluate("current") == page.evaluate(f"neighbors[{nearest * 10 + 3}]")
 

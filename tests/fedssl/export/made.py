@@ -11,15 +11,8 @@ from fedssl.export import load_encoder, read_content, save_encoder
 from fedssl.export.source import ExportSource
 
 SMALL = {"_target_": "fedssl.encoders.conv_small", "channels": 3, "size": 8, "width": 4}
-VIT = {
-    "_target_": "fedssl.encoders.vit_tiny",
-    "channels": 3,
-    "size": 8,
-    "patch": 4,
-    "depth": 2,
-    "width": 32,
-    "heads": 2,
-}
+VIT = {"_target_": "fedssl.encoders.vit_tiny", "channels": 3, "size": 8}
+VIT |= {"patch": 4, "depth": 2, "width": 32, "heads": 2}
 RESNET = {"_target_": "fedssl.encoders.resnet18", "channels": 3, "size": 16}
 METADATA = {"method": "SimCLR", "rounds": 7}
 

@@ -40,8 +40,8 @@ VIT = {"channels": 3, "size": 8, "patch": 2, "depth": 2}
     [
         (conv_small(channels=3, size=16, width=4), SMALL),
         (
-            resnet18(channels=3, size=32),
-            {"_target_": "fedssl.encoders.resnet18", "channels": 3, "size": 32, "stem": "small"},
+            resnet18(channels=3, size=9),
+            {"_target_": "fedssl.encoders.resnet18", "channels": 3, "size": 9, "stem": "small"},
         ),
         (vit_tiny(channels=3, size=8, patch=2, depth=2), {"_target_": "fedssl.encoders.vit_tiny", **VIT}),
         (

@@ -41,13 +41,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(compose(overrides).recording.config))
     (folder / "choices.yaml").write_text("dataset: digits\nstrategy: eua\nmethod: simclr\n")
     results = {"untrained": {"knn": 0.5}, "federated": {"knn": 0.625}, "pixels": {"knn": 0.25}}
-    summary = {
-        "status": "finished",
-        "reason": None,
-        "overrides": overrides,
-        "final": results,
-        "units": {"knn": "accuracy"},
-    }
+    summary = {"status": "finished", "reason": None, "overrides": overrides, "final": results}
+    summary["units"] = {"knn": "accuracy"}
     summary |= {"versions": {"torch": "9.8.7"}}
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
@@ -154,9 +149,8 @@ def test_hub_folder_is_timms_if_timm_has_the_architecture(settings: dict[str, An
 def test_other_hub_folders_are_loaded_by_fedssl_and_have_cards(run: Path, monkeypatch):
     assert command(monkeypatch, f"run={run}", "format=huggingface") == 0
     folder = run / "encoder-huggingface"
-    assert {file.name for file in folder.iterdir()} == {
-        *("config.json", "model.safetensors", "preprocessor_config.json", "README.md")
-    }
+    files = {file.name for file in folder.iterdir()}
+    assert files == {"config.json", "model.safetensors", "preprocessor_config.json", "README.md"}
     encoder, again = load_encoder(run / "encoder.pt"), load_encoder(folder / "model.safetensors")
     images = images_like(encoder)
     assert torch.equal(again(again.preprocess(images)), ours(encoder, images))

@@ -13,15 +13,8 @@ from fedssl.export.peft_adapter import ADAPTER_FILE, CONFIG, WEIGHTS
 from simulation.run import run
 from tests.cases import some
 
-SMALL = [
-    "num_clients=2",
-    "rounds=1",
-    "local_epochs=2",
-    "dataset.limit=60",
-    "threads=1",
-    "batch_size=16",
-    "partition=iid",
-]
+SMALL = ["num_clients=2", "rounds=1", "local_epochs=2", "dataset.limit=60"]
+SMALL += ["threads=1", "batch_size=16", "partition=iid"]
 SMALL += ["evaluate_every=0", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
 SMALL += ["method.projector.hidden_dim=8", "tuning=lora", "tuning.rank=2", "tuning.alpha=8"]
 VIT = ["encoder=vit_tiny", "encoder.width=8", "encoder.depth=1", "encoder.heads=2", "encoder.patch=4"]

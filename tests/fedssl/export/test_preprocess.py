@@ -78,9 +78,8 @@ def test_a_file_has_the_dtype_of_training(tmp_path: Path):
     Image.fromarray(np.array([[0, 300], [511, 65535]], np.uint16)).save(tmp_path / "deep.png")
     settings = pixel_metadata({"dtype": "uint8"})
     preprocess = load_encoder(save(tmp_path / "encoder.pt", metadata=METADATA | settings)).preprocess
-    assert (Preprocess(2, (0.0,), (1.0,), dtype=preprocess.dtype)(tmp_path / "deep.png") * 255).tolist() == [
-        [[[0, 1], [1, 255]]]
-    ]
+    deep = Preprocess(2, (0.0,), (1.0,), dtype=preprocess.dtype)(tmp_path / "deep.png")
+    assert (deep * 255).tolist() == [[[[0, 1], [1, 255]]]]
 
 
 def test_settings_of_the_pixels_are_those_of_training(tmp_path: Path):

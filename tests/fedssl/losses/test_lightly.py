@@ -90,9 +90,8 @@ def test_masked_reconstruction_and_patches() -> None:
     patches = patchify(images, 4)
     assert torch.equal(patches, utils.patchify(images, 4))
     prediction = views(4, 4, 48, seed=1)[0]
-    assert_equal(
-        masked_reconstruction(prediction, patches), torch.nn.MSELoss()(prediction, utils.normalize_mean_var(patches))
-    )
+    expected = torch.nn.MSELoss()(prediction, utils.normalize_mean_var(patches))
+    assert_equal(masked_reconstruction(prediction, patches), expected)
 
 
 def test_masked_tokens() -> None:

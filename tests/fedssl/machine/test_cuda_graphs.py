@@ -288,9 +288,8 @@ def test_a_gpu_records_its_steps(chosen):
         training_on.start_round(first=True)
         training.reset_optimizer(lr_factor=1.0)
         rows, generator = torch.arange(24), torch_generator(0, "gpu")
-        results.append(
-            train(training_on, TensorImages(images), rows, training=training, generator=generator, labels=labels).loss
-        )
+        trained = train(training_on, TensorImages(images), rows, training=training, generator=generator, labels=labels)
+        results.append(trained.loss)
         assert (training.graphs is None) == (
             bool(overrides) or not (training_on.cuda_graph_safe and training.regularizer.cuda_graph_safe)
         )

@@ -161,10 +161,8 @@ def test_a_federation_shares_what_its_clients_send(tmp_path, teacher):
         for row, plan, update in zip(rows, federation.plans[-2:], federation.updates[-2:], strict=True):
             first = row.client not in seen
             seen.add(row.client)
-            assert set(plan["method-broadcast"]) == {
-                "dictionary",
-                *(names_in_parts(method, ["teacher"]) if first else ()),
-            }
+            of_teacher = names_in_parts(method, ["teacher"]) if first else ()
+            assert set(plan["method-broadcast"]) == {"dictionary", *of_teacher}
             np.testing.assert_array_equal(plan["method-broadcast"]["dictionary"].numpy(), given)
             assert set(plan["arrays"]) == set(update["arrays"]) == set(exchanged_names(method))
             local = update["method-upload"]["local_dictionary"].numpy()
@@ -177,9 +175,8 @@ def test_a_federation_shares_what_its_clients_send(tmp_path, teacher):
     teacher_bytes = sum(method.named_tensors[name].nbytes for name in names_in_parts(method, ["teacher"]))
     assert min(bytes_down[True]) - max(bytes_down[False]) > teacher_bytes
     communication = federation.strategy.describe_communication(method)
-    assert communication.download == (
-        "encoder, projector, dictionary (made by the server side), teacher (of the server side, once)"
-    )
+    dictionary, teacher = "dictionary (made by the server side)", "teacher (of the server side, once)"
+    assert communication.download == f"encoder, projector, {dictionary}, {teacher}"
     assert communication.upload == "encoder, projector, local_dictionary (for the server side)"
 
 

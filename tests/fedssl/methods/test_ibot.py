@@ -101,9 +101,8 @@ def test_the_loss_is_that_of_its_forward_passes(local: int, registers: int, weig
     expected = dino(student, teacher, center=centers[0], student_temperature=0.1, teacher_temperature=0.05).item()
     expected += weight * slow_patch_loss(student_patches, teacher_patches, centers[1], numbers)
     assert method.loss(views).item() == pytest.approx(expected, rel=1e-7)  # weights are float32
-    for center, old, logits in zip(
-        (method.center, method.patch_center), centers, (torch.cat(teacher), teacher_patches), strict=True
-    ):
+    centers_now, seen = (method.center, method.patch_center), (torch.cat(teacher), teacher_patches)
+    for center, old, logits in zip(centers_now, centers, seen, strict=True):
         torch.testing.assert_close(center.running_mean, 0.75 * old + 0.25 * logits.mean(dim=0))  # Eq. 4 of DINO
 
 
@@ -114,9 +113,8 @@ def test_the_student_does_not_see_hidden_patches() -> None:
     seen = []
     method.encoder.encoder.layers[0].register_forward_hook(lambda module, inputs, output: seen.append(output))
     method.loss(views)
-    pixels = [
-        view.mask.hidden.view(4, 1, 4, 4).repeat_interleave(2, 2).repeat_interleave(2, 3) for view in views.views[:2]
-    ]
+    masks = [view.mask.hidden.view(4, 1, 4, 4) for view in views.views[:2]]
+    pixels = [mask.repeat_interleave(2, 2).repeat_interleave(2, 3) for mask in masks]
     other = [torch.where(hidden, 9.0, view.images) for view, hidden in zip(views, pixels, strict=False)]
     method.loss(views.with_images([*other, *views.local_images]))
     torch.testing.assert_close(seen[0], seen[2], rtol=0, atol=0)
@@ -127,9 +125,8 @@ def test_the_student_does_not_see_hidden_patches() -> None:
 def test_without_weight_or_hidden_patches_it_is_dino() -> None:
     """The mask token is not used, and the loss is that of the class tokens."""
     views = make_views()
-    nothing = Views(
-        (*(View(view.images, mask=mask_of(view.mask.hidden & False)) for view in views.views[:2]), *views.views[2:])
-    )
+    shown = [View(view.images, mask=mask_of(view.mask.hidden & False)) for view in views.views[:2]]
+    nothing = Views((*shown, *views.views[2:]))
     torch.testing.assert_close(make_ibot(patch_weight=0).loss(nothing), make_ibot().loss(nothing), rtol=0, atol=0)
     method = make_ibot()
     expected = super(IBOT, method).loss(nothing)

@@ -148,10 +148,7 @@ def test_calibration_needs_an_exchanged_decoder(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["encoder.patch=1"],
-            "^method.normalize_patches=true .* encoder.patch=1 .* set method.normalize_patches=false",
-        ),
+        (["encoder.patch=1"], "^method.normalize_patches=true .* encoder.patch=1 .* method.normalize_patches=false"),
         (["augmentation=digits"], "1 global view with a mask of kind random .*; set augmentation=mae$"),
         (["augmentation=ijepa"], "a mask of kind multi_block; set augmentation=mae$"),
         (["schedule=layer_wise"], "^the schedule or the tuning freezes stages .* MAE hides patches.*; set schedule="),
@@ -181,14 +178,8 @@ def failures_of(method, settings) -> tuple[str, ...]:
 @pytest.mark.heavy
 def test_a_decoder_that_ignores_the_image_is_reported(tmp_path):
     """With a learning rate of 0 nothing is learned; a few epochs with a usual one explain some of the pixels."""
-    overrides = [
-        *MAE_ON_DIGITS,
-        "encoder.pool=mean",
-        "dataset.limit=300",
-        "threads=1",
-        "optimizer=adam",
-        "batch_size=16",
-    ]
+    overrides = [*MAE_ON_DIGITS, "encoder.pool=mean", "dataset.limit=300", "threads=1"]
+    overrides += ["optimizer=adam", "batch_size=16"]
     settings = compose([*overrides, "local_epochs=12", "optimizer.lr=3e-3"])
     method = build_method(settings.model)
     layers = exchanged_layers(method)

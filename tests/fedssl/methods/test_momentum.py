@@ -81,14 +81,8 @@ def test_the_server_averages_the_targets(tmp_path, method):
 
 
 def test_stages_send_the_targets_of_what_is_trained(tmp_path):
-    overrides = [
-        "num_clients=2",
-        "dataset.limit=40",
-        "strategy=fedavg",
-        "method=byol",
-        "method.target_init=average",
-        *VIT,
-    ]
+    overrides = ["num_clients=2", "dataset.limit=40", "strategy=fedavg", "method=byol"]
+    overrides += ["method.target_init=average", *VIT]
     federation = run(tmp_path, *overrides, "schedule=layer_wise", rounds=4)
     for number, update in enumerate(federation.updates):
         sent = record_to_arrays(update.array_records[ARRAYS])

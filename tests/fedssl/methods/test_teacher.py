@@ -113,12 +113,8 @@ def test_a_description_has_plain_values(tmp_path):
     }
 
 
-DESCRIPTION = {
-    "encoder": "conv_small",
-    "arguments": {"channels": 1, "size": 8, "width": 4},
-    "mean": [0.5],
-    "std": [0.5],
-}
+DESCRIPTION = {"encoder": "conv_small", "arguments": {"channels": 1, "size": 8, "width": 4}}
+DESCRIPTION |= {"mean": [0.5], "std": [0.5]}
 
 
 @pytest.mark.parametrize(

@@ -63,19 +63,18 @@ def encoder(tmp_path: Path) -> str:
     settings = {"channels": 1, "size": 16, "width": 4}
     torch.manual_seed(0)
     target = {"_target_": "fedssl.encoders.conv_small"}
-    save_encoder(
-        tmp_path / "encoder.pt", conv_small(**settings), settings=target | settings, mean=[0.5], std=[0.25], metadata={}
-    )
+    statistics = {"mean": [0.5], "std": [0.25], "metadata": {}}
+    save_encoder(tmp_path / "encoder.pt", conv_small(**settings), settings=target | settings, **statistics)
     return str(tmp_path / "encoder.pt")
 
 
 def test_every_image_has_one_holder_and_groups_are_the_clusters() -> None:
     made_partition = divided(images_of())
     assert sorted(np.concatenate(made_partition.client_indices).tolist()) == list(range(90))
-    assert all(
-        part.dtype == np.int64 and (np.diff(part) > 0).all() and len(part) >= 2
-        for part in made_partition.client_indices
-    )
+    for part in made_partition.client_indices:
+        assert part.dtype == np.int64
+        assert (np.diff(part) > 0).all()
+        assert len(part) >= 2
     assert made_partition.groups is not None
     assert same_groups(made_partition.groups, KIND)
     assert made_partition.names == ("cluster 0", "cluster 1", "cluster 2")

@@ -11,12 +11,8 @@ from fedssl.partition.partitioners import dirichlet_rows
 from fedssl.seeding import derive_seed, numpy_generator
 from tests.fedssl.partition.made import partition_input
 
-KINDS = {
-    "iid": {},
-    "dirichlet": {"alpha": 0.5, "min_size": 2},
-    "pathological": {"classes_per_client": 3},
-    "skew": {"beta": 0.3},
-}
+KINDS = {"iid": {}, "dirichlet": {"alpha": 0.5, "min_size": 2}}
+KINDS |= {"pathological": {"classes_per_client": 3}, "skew": {"beta": 0.3}}
 
 
 def labels_of(*counts: int) -> torch.Tensor:
@@ -38,9 +34,8 @@ def counts_of(parts: list[np.ndarray], labels: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_image_has_exactly_one_holder(kind: str, num_clients: int) -> None:
     labels = labels_of(61, 97, 83, 120, 39)[torch.randperm(400, generator=torch.Generator().manual_seed(1))]
-    settings = (
-        KINDS[kind] if num_clients > 1 else KINDS[kind] | ({"classes_per_client": 5} if kind == "pathological" else {})
-    )
+    more = {"classes_per_client": 5} if kind == "pathological" else {}
+    settings = KINDS[kind] | (more if num_clients == 1 else {})
     parts = split(kind, labels, num_clients, **settings)
     assert len(parts) == num_clients
     assert sorted(np.concatenate(parts).tolist()) == list(range(400))
@@ -128,9 +123,8 @@ def test_dirichlet_equals_flwr_datasets_wherever_that_succeeds() -> None:
                 expected = [partitioner.load_partition(client).tolist() for client in range(partitioner.num_partitions)]
         except (ValueError, FloatingPointError):
             expected = None
-        ours = dirichlet_rows(
-            labels, num_clients=num_clients, alpha=alpha, min_size=min_size, seed=seed, self_balancing=self_balancing
-        )
+        settings = {"alpha": alpha, "min_size": min_size, "seed": seed, "self_balancing": self_balancing}
+        ours = dirichlet_rows(labels, num_clients=num_clients, **settings)
         assert (None if ours is None else [rows.tolist() for rows in ours]) == expected
         succeeded += expected is not None
     assert 50 < succeeded < 150

@@ -41,9 +41,8 @@ def test_points_by_hand(tmp_path: Path) -> None:
         made(tmp_path / "1", rounds={1: (0.6, 0.8), 3: (0.9, 0.1)}, first=(0.4, 0.9)),
     ]
     values = [accuracies_by_round(run) for run in runs]
-    assert values[0] == {0: {"knn": 0.2, "knn@source": 0.9}, 1: {"knn": 0.4, "knn@source": 0.8}} | {
-        2: {"knn": 0.5, "knn@source": 0.7}
-    }
+    expected = [(0.2, 0.9), (0.4, 0.8), (0.5, 0.7)]
+    assert values[0] == {seed: {"knn": one, "knn@source": other} for seed, (one, other) in enumerate(expected)}
     points = mean_points(values, PAIR)
     np.testing.assert_allclose(points, [(0, 0.3, 0.02**0.5, 0.9, 0), (1, 0.5, 0.02**0.5, 0.8, 0)], atol=1e-12)
 
@@ -66,9 +65,8 @@ def test_the_file_has_a_line_for_each_group_and_round(tmp_path: Path) -> None:
     ]
     numbers = [[float(row[index] or "nan") for index in (2, 3, 5, 6)] for row in rows]
     deviation = 0.02**0.5  # of 0.4 and 0.6; one run has none
-    np.testing.assert_allclose(
-        numbers, [[0.2, 0, 0.9, 0], [0.5, deviation, 0.7, deviation], [0.3, np.nan, 0.9, np.nan]], atol=1e-12
-    )
+    expected = [[0.2, 0, 0.9, 0], [0.5, deviation, 0.7, deviation], [0.3, np.nan, 0.9, np.nan]]
+    np.testing.assert_allclose(numbers, expected, atol=1e-12)
 
 
 def save_turned_digits(folder: Path, *, per_class: int = 12) -> None:

@@ -121,8 +121,7 @@ TIMM_VIT += [f"blocks.{number}.{part}.weight" for number in range(3) for part in
         ),
         (  # DINOv2's training: blocks in chunks, whose numbers are those of the network
             prefixed(
-                "teacher.backbone.",
-                [re.sub(r"^blocks\.(\d+)", r"blocks.0.\1", name) for name in TIMM_VIT] + ["mask_token"],
+                "teacher.backbone.", [re.sub(r"^blocks\.(\d)", r"blocks.0.\1", x) for x in TIMM_VIT] + ["mask_token"]
             ),
             "teacher.backbone.",
             {"mask_token": 1},

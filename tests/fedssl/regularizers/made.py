@@ -18,9 +18,8 @@ CONF = Path(__file__).parents[3] / "conf"
 
 
 def make(name: str) -> SSLMethod:
-    settings = OmegaConf.create(
-        {"method": OmegaConf.load(CONF / "method" / f"{name}.yaml"), "dataset": {"num_classes": 3}}
-    )
+    node = OmegaConf.load(CONF / "method" / f"{name}.yaml")
+    settings = OmegaConf.create({"method": node, "dataset": {"num_classes": 3}})
     for head in {"projector", "predictor"} & set(settings.method):
         settings.method[head].hidden_dim = 16
     if "projector" in settings.method:

@@ -62,11 +62,8 @@ def test_projections_of_both_views_are_spread_with_every_method(name, variant, f
     depth = method.encoder.active_stages.depth
     with set_active_stages(method, depth=depth, frozen=frozen):
         fit(method, term)
-    head, length = (
-        ("encoder", method.encoder.feature_dim)
-        if name == "supervised"
-        else ("projector", method.projector.out_features)
-    )
+    head = "encoder" if name == "supervised" else "projector"
+    length = method.encoder.feature_dim if name == "supervised" else method.projector.out_features
     assert term.resolve_part(method) == head
     assert term.step.z[0].shape == term.step.z[1].shape == (6, length)
     assert not torch.equal(term.step.z[0], term.step.z[1])

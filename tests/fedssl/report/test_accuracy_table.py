@@ -30,12 +30,8 @@ def values(row: Row, name: str = "knn") -> list[float]:
 @pytest.fixture
 def sweep(tmp_path: Path) -> list[Path]:
     return [
-        job(
-            tmp_path / "0", "strategy=fedavg partition.alpha=0.1 rounds=5 seed=0", knn=0.5, linear=0.6, linear_std=0.01
-        ),
-        job(
-            tmp_path / "1", "strategy=fedavg partition.alpha=0.1 rounds=5 seed=1", knn=0.7, linear=0.6, linear_std=0.02
-        ),
+        job(tmp_path / "0", "strategy=fedavg partition.alpha=0.1 rounds=5 seed=0", knn=0.5, linear=0.6, linear_std=0.1),
+        job(tmp_path / "1", "strategy=fedavg partition.alpha=0.1 rounds=5 seed=1", knn=0.7, linear=0.6, linear_std=0.2),
         job(tmp_path / "2", "strategy=l_dawa partition.alpha=0.1 rounds=5 seed=0", knn=0.8, linear=0.9),
         job(tmp_path / "3", "strategy=l_dawa partition.alpha=0.1 rounds=5 seed=1", "failed", "loss is\nNaN | stop"),
         job(tmp_path / "4", "strategy=m_dawa partition.alpha=0.1 rounds=5 seed=0", "interrupted"),
@@ -48,12 +44,9 @@ def test_sweep_groups_by_everything_but_the_seed(sweep: list[Path]):
     assert header == ["strategy", "knn (%)", "linear (%)", "runs", "failed"]  # the other settings do not vary
     rows, units, notes, _ = sweep_results(sweep)
     assert list(units) == ["knn", "linear"]
-    assert [(row.settings["strategy"], row.runs, row.failed) for row in rows] == [
-        ("fedavg", 2, 0),
-        ("l_dawa", 1, 1),
-        ("m_dawa", 0, 1),
-    ]
-    assert rows[0].metrics == {"knn": [Score(0.5), Score(0.7)], "linear": [Score(0.6, std=0.01), Score(0.6, std=0.02)]}
+    found = [(row.settings["strategy"], row.runs, row.failed) for row in rows]
+    assert found == [("fedavg", 2, 0), ("l_dawa", 1, 1), ("m_dawa", 0, 1)]
+    assert rows[0].metrics == {"knn": [Score(0.5), Score(0.7)], "linear": [Score(0.6, std=0.1), Score(0.6, std=0.2)]}
     assert len(notes[NOT_FINISHED]) == 3
 
 
@@ -112,13 +105,8 @@ def with_settings(
 ) -> Path:
     """A finished run with settings, of which ``words`` were typed; ``choices`` were made without a word."""
     job(folder, overrides, **federated)
-    defaults = {
-        "seed": 0,
-        "num_clients": 10,
-        "rounds": 20,
-        "threads": 1,
-        "partition": partition("dirichlet", alpha=0.5),
-    }
+    defaults = {"seed": 0, "num_clients": 10, "rounds": 20, "threads": 1}
+    defaults["partition"] = partition("dirichlet", alpha=0.5)
     defaults |= {name: {"_target_": target} for name, target in TARGETS.items()}
     (folder / "config.yaml").write_text(json.dumps(defaults | settings))  # JSON is YAML
     typed = dict(word.split("=") for word in overrides.split() if word.split("=")[0] in CHOICES)
@@ -151,9 +139,9 @@ CHOICES = {
 def rows(*folders: Path) -> list[tuple[dict[str, str], int]]:
     runs = [read_run(folder) for folder in folders]
     keys = run_results(runs).table().header
-    return [
-        ({key: row.settings[key] for key in keys if key in row.settings}, row.runs) for row in run_results(runs).rows
-    ]
+    found = run_results(runs)
+    keys = found.table().header
+    return [({key: row.settings[key] for key in keys if key in row.settings}, row.runs) for row in found.rows]
 
 
 MAIN = {"strategy": "l_dawa", "method": "simclr", "encoder": "conv_small"}

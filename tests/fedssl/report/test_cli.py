@@ -23,10 +23,8 @@ def job(folder: Path, strategy: str, seed: int, status: str = "finished", knn: f
     summary |= {"overrides": overrides, "final": {"federated": {"knn": knn}}}
     (folder / "summary.json").write_text(json.dumps(summary))
     settings = {"seed": seed, "num_clients": 5, "rounds": 3, "strategy": {"_target_": "strategies.fedavg.FedAvg"}}
-    settings |= {
-        "method": {"_target_": "fedssl.methods.byol.BYOL"},
-        "encoder": {"_target_": "fedssl.encoders.vit_tiny"},
-    }
+    settings["method"] = {"_target_": "fedssl.methods.byol.BYOL"}
+    settings["encoder"] = {"_target_": "fedssl.encoders.vit_tiny"}
     settings |= {"partition": {"_target_": "fedssl.partition.dirichlet", "alpha": 0.1}}
     (folder / "config.yaml").write_text(json.dumps(settings))  # JSON is YAML
     choices = {"strategy": strategy, "method": "byol", "encoder": "vit_tiny", "partition": "dirichlet"}
@@ -60,9 +58,8 @@ def test_table_of_a_sweep(sweep: Path, command):
 def test_tables_have_csv_files_with_differing_settings_first(sweep: Path, tmp_path: Path, command):
     line = {"round": 1, "seconds": 1.0, "clients": 2, "bytes_down": 20, "bytes_up": 20}
     for number in ("0", "1"):
-        (sweep / number / "metrics.jsonl").write_text(
-            "".join(json.dumps({**line, "round": round}) + "\n" for round in (1, 2, 3))
-        )
+        lines = "".join(json.dumps({**line, "round": round}) + "\n" for round in (1, 2, 3))
+        (sweep / number / "metrics.jsonl").write_text(lines)
     settings = json.loads((sweep / "2" / "config.yaml").read_text())
     (sweep / "2" / "config.yaml").write_text(json.dumps({**settings, "num_clients": 7}))
     _, out, _ = command(sweep, "--out", tmp_path / "table.csv")
@@ -97,10 +94,7 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(sweep: Path, tmp_path: Pa
         (["sweep/0", "sweep/1", "--figures", "accuracy"], "the figure accuracy is of all 2 folders; add --into FOLDER"),
         (["sweep", "--figures", "accuracy", "--into", "no"], "--into no is not a folder; create it"),
         (["sweep", "--out", "table.txt"], "--out table.txt must end in one of .md, .csv, .tex, .html"),
-        (
-            ["sweep", "--out", "nowhere/table.md"],
-            "--out nowhere/table.md: the folder nowhere does not exist; create it",
-        ),
+        (["sweep", "--out", "no/table.md"], "--out no/table.md: the folder no does not exist; create it"),
         (["sweep", "--into", "sweep"], "--into sweep requires --figures NAME...; add it, or remove --into"),
         (["sweep", "--metrics", "knn", "lineer"], "--metrics lineer is not a result of these runs; choose from knn"),
         (["sweep", "--metrics", "knn", "--paper", "fedu.table1"], "--metrics and --paper exclude each other: a paper"),

@@ -79,10 +79,8 @@ def test_costs_are_relative_to_end_to_end_training(tmp_path: Path):
 
 
 def test_seeds_of_finished_runs_make_one_row(tmp_path: Path):
-    folders = [
-        job(tmp_path / str(seed), f"rounds=1 seed={seed}", line(memory=GIB, flops=1e9, seconds=seed))
-        for seed in (1, 2, 3)
-    ]
+    seconds = {f"rounds=1 seed={seed}": line(memory=GIB, flops=1e9, seconds=seed) for seed in (1, 2, 3)}
+    folders = [job(tmp_path / words[-1], words, one) for words, one in seconds.items()]
     stopped = job(tmp_path / "9", "rounds=1 schedule=progressive", line(memory=GIB), status="failed")
     (row,) = csv.DictReader(table_of(*folders, stopped).csv().splitlines())
     assert (row["runs"], float(row["seconds"]), float(row["flops"])) == ("3", 2, 1e9)

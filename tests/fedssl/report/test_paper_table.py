@@ -55,15 +55,8 @@ def texts(lines: list[PaperRow]) -> Iterator[tuple[object, ...]]:
         ours = line.ours and (round(100 * line.ours.value, 6), line.ours.std and round(100 * line.ours.std, 6))
         settings = line.number.settings
         difference = None if line.difference is None else round(line.difference, 6)
-        yield (
-            settings["strategy"],
-            settings["local_epochs"],
-            line.number.value,
-            ours,
-            difference,
-            line.runs,
-            line.differs,
-        )
+        kind = settings["strategy"], settings["local_epochs"]
+        yield (*kind, line.number.value, ours, difference, line.runs, line.differs)
 
 
 def test_runs_stand_beside_the_numbers_of_their_settings(runs):

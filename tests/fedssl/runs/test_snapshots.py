@@ -112,10 +112,8 @@ def test_cka_of_layers_is_that_of_their_outputs(folder: Path, opened: LoadedRun)
         with opened.loaded(kept.clients[client], round=2) as method:
             outputs.append(layer_outputs(method.encoder, images, run=opened))
     assert list(outputs[0]) == [*method.encoder.stage_names, "h"]
-    expected = [
-        cka_matrix([centered_gram(a)], [centered_gram(b)])[0, 0]
-        for a, b in zip(*map(dict.values, outputs), strict=True)
-    ]
+    pairs = zip(*map(dict.values, outputs), strict=True)
+    expected = [cka_matrix([centered_gram(a)], [centered_gram(b)])[0, 0] for a, b in pairs]
     rows = rows_of(folder, "cka_layers")
     pairs = [float(row[4]) for row in rows if row[0] == "client 0"]
     np.testing.assert_allclose(pairs, expected)

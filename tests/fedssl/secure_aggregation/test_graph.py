@@ -22,10 +22,8 @@ def choose_graph(clients, **settings):
 
 def tail(population, successes, draws, start):
     """P[X >= start] for X ~ H(population, successes, draws), as an exact fraction."""
-    ways = (
-        math.comb(successes, count) * math.comb(population - successes, draws - count)
-        for count in range(start, draws + 1)
-    )
+    others = population - successes
+    ways = (math.comb(successes, count) * math.comb(others, draws - count) for count in range(start, draws + 1))
     return Fraction(sum(ways), math.comb(population, draws))
 
 

@@ -165,9 +165,10 @@ INVALID = {
 }
 
 
-@pytest.mark.parametrize(
-    ("phase", "values", "reason"), [(phase, *case) for phase, cases in INVALID.items() for case in cases]
-)
+CASES = [(phase, *case) for phase, cases in INVALID.items() for case in cases]
+
+
+@pytest.mark.parametrize(("phase", "values", "reason"), CASES)
 def test_an_invalid_reply_drops_its_client(phase, values, reason):
     def change(found, node, reply):
         if (found, node) == (phase, 7):
@@ -211,9 +212,8 @@ def test_wrong_shares_end_the_round():
 def test_secrets_are_deleted_after_the_last_phase():
     grid = LocalGrid(fedssl_app(delta_of_node), num_clients=4)
     contents = {node: RecordDict() for node in grid.get_node_ids()}
-    secure_mean_delta(
-        partial(ClientMessenger(grid).send_and_receive, timeout=60), contents, DEFAULTS, length=LENGTH, round=1
-    )
+    send = partial(ClientMessenger(grid).send_and_receive, timeout=60)
+    secure_mean_delta(send, contents, DEFAULTS, length=LENGTH, round=1)
     for context in grid._contexts.values():
         (record,) = context.state.config_records.values()
         assert isinstance(record, ConfigRecord)

@@ -70,11 +70,8 @@ def test_a_model_of_many_layers_travels_as_few_arrays(wire_dtype):
     assert len(objects(message)) == 1 + 1 + 3 + 2 * len(there)
 
 
-MODELS = {
-    "digits": ["encoder.width=4"],
-    "resnet18": ["encoder=resnet18"],
-    "vit": ["encoder=vit_tiny", "encoder.patch=4"],
-}
+MODELS = {"digits": ["encoder.width=4"], "resnet18": ["encoder=resnet18"]}
+MODELS["vit"] = ["encoder=vit_tiny", "encoder.patch=4"]
 
 
 @pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)

@@ -101,11 +101,8 @@ def run(
 ):
     """The state and the last report after some rounds, and all messages."""
     grid = make_grid(behaviors)
-    context, state, messages = (
-        federation(grid, strategy, aggregation, ranks, max_norm_ratio=max_norm_ratio),
-        ServerState(),
-        [],
-    )
+    context = federation(grid, strategy, aggregation, ranks, max_norm_ratio=max_norm_ratio)
+    state, messages = ServerState(), []
     for _ in range(rounds):
         one = Round(context, state)
         messages += one.messages
