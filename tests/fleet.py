@@ -173,11 +173,8 @@ class Fleet:
                 commands[int(entry.name)] = (entry / "cmdline").read_bytes()
         found = {pid for pid, command in commands.items() if address in command}
         owned = tuple(f"/fedssl-{os.getuid()}/{pid}-".encode() for pid in found)
-        resident = {
-            pid
-            for pid, command in commands.items()
-            if b"client_app.resident_process" in command and any(folder in command for folder in owned)
-        }
+        residents = {pid: command for pid, command in commands.items() if b"client_app.resident_process" in command}
+        resident = {pid for pid, command in residents.items() if any(folder in command for folder in owned)}
         return sorted(found | resident)
 
     def wait_for_nodes(self, number: int) -> None:
@@ -190,11 +187,8 @@ class Fleet:
         """The command of a systemd unit, with the folders of this fleet."""
         text = (DEPLOY / "systemd" / name).read_text().replace("\\\n", " ")
         [line] = re.findall(r"^ExecStart=(.*)$", text, flags=re.MULTILINE)
-        for sandbox, own in (
-            ("/opt/fedssl/.venv", str(installation)),
-            ("/etc/fedssl", str(self.keys)),
-            ("/var/lib/fedssl", str(folder)),
-        ):
+        places = {"/opt/fedssl/.venv": str(installation), "/etc/fedssl": str(self.keys), "/var/lib/fedssl": str(folder)}
+        for sandbox, own in places.items():
             line = line.replace(sandbox, own)
         return shlex.split(line)
 

@@ -10,16 +10,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from simulation.run import run
 
-TINY = [
-    "engine=local",
-    "threads=1",
-    "dataset.limit=60",
-    "dataset.test_limit=30",
-    "num_clients=2",
-    "local_epochs=1",
-    "rounds=2",
-    "evaluate_every=2",
-]
+TINY = ["engine=local", "threads=1", "dataset.limit=60", "dataset.test_limit=30", "num_clients=2"]
+TINY += ["local_epochs=1", "rounds=2", "evaluate_every=2"]
 VIT = ["encoder=vit_tiny", "encoder.depth=2", "encoder.width=12", "encoder.patch=4"]
 FEATARC = ["strategy=featarc", "strategy.num_images=16", "final_evaluation=knn"]
 FINE_TUNE = ["final_evaluation=fine_tune", "final_evaluation.epochs=1", "final_evaluation.shares=[1.0]"]

@@ -22,11 +22,8 @@ VIT = ["encoder=vit_tiny", "encoder.patch=4", "encoder.width=16", "encoder.depth
 TRANSFER, TRAIN = "fedssl/machine/device_copies.py", "fedssl/training.py:train"
 DATA = "fedssl/machine/devices.py:to_device"
 SETUP = ("client_app/worker.py:ClientWorker.__init__", "fedssl/methods/base.py:SSLMethod._apply")
-PARAMETERS = {
-    ("to_device", f"{TRANSFER}:copy_from_cpu"): 2,
-    ("to_host", f"{TRANSFER}:copy_to_cpu"): 2,
-    ("synchronize", f"{TRANSFER}:copy_to_cpu"): 2,
-}
+PARAMETERS = {("to_device", f"{TRANSFER}:copy_from_cpu"): 2}
+PARAMETERS |= {(name, f"{TRANSFER}:copy_to_cpu"): 2 for name in ("to_host", "synchronize")}
 PLAIN = {**PARAMETERS, ("to_device", DATA): 2 * EPOCHS, ("synchronize", TRAIN): 1}  # the loss
 WITH_MASKS = {**PLAIN, ("to_device", DATA): 3 * EPOCHS}  # masks are a third copy per epoch
 WITHOUT_INTEGERS = ("ijepa", "mae")  # no batch normalization, whose counter is int64

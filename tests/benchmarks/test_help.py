@@ -10,11 +10,8 @@ import pytest
 
 import benchmarks.fedssl_bench
 
-SCRIPTS = sorted(
-    script
-    for script in Path(benchmarks.fedssl_bench.__file__).parents[1].glob("*.py")
-    if '__name__ == "__main__"' in script.read_text()
-)
+FILES = Path(benchmarks.fedssl_bench.__file__).parents[1].glob("*.py")
+SCRIPTS = sorted(script for script in FILES if '__name__ == "__main__"' in script.read_text())
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)

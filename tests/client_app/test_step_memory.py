@@ -33,19 +33,13 @@ def test_shapes_are_those_of_torch(overrides, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "tensors"),
-    [
-        (["optimizer=sgd", "optimizer.momentum=0"], 3),
-        (["optimizer=sgd"], 4),
-        (["optimizer=adam"], 5),
-        (["optimizer=adamw"], 5),
-    ],
+    ("optimizer", "tensors"), [("sgd optimizer.momentum=0", 3), ("sgd", 4), ("adam", 5), ("adamw", 5)]
 )
 def test_weights_gradients_moments_and_a_copy_for_kernels(optimizer, tensors):
     """The encoder has 4 blocks of a 3x3 convolution without bias and a normalization with two numbers per channel."""
     overrides = ["encoder=conv_small", "encoder.width=8", "dataset=folder", "dataset.path=none"]
     heads = ["method.projector.num_layers=1", "method.projector.out_dim=16", "method.projector.batch_norm=false"]
-    config, _ = resolve_config([*overrides, *heads, *optimizer])
+    config, _ = resolve_config([*overrides, *heads, *f"optimizer={optimizer}".split()])
     convolutions = 9 * (3 * 8 + 8 * 16 + 16 * 32 + 32 * 32)
     weights = convolutions + 2 * (8 + 16 + 32 + 32) + 32 * 16 + 16  # and those of the projection
     buffers = 4 * 2 * (8 + 16 + 32 + 32) + 4 * 8  # mean, variance and a counter of int64 for each normalization

@@ -77,15 +77,10 @@ def play_fleet(number: int, folder: Path) -> str:
     own = [f"dataset.path={folder / 'images'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]
     simulate([*overrides, *own, f"output_dir={folder / 'expected'}"])
     numbers, run = partitions(folder / "expected"), folder / "run"
-    start = {
-        name: {
-            "data_path": images[name],
-            "client_name": name,
-            "state_path": folder / name,
-            "partition_id": numbers[name],
-        }
-        for name in names
-    }
+    start = {}
+    for name in names:
+        start[name] = {"data_path": images[name], "client_name": name}
+        start[name] |= {"state_path": folder / name, "partition_id": numbers[name]}
     with fleet(*names) as running:
         for name in names:
             running.start_node(name, **start[name])

@@ -55,11 +55,8 @@ def test_round_trip_keeps_all_that_the_server_carries(tmp_path):
     assert found.phase == 2
     for one, other in ((found.layers, layers), (found.broadcast, twice), (found.strategy_state["sums"], twice)):
         assert_same(one, other)
-    assert {name: found.strategy_state[name] for name in ("intervals", "word", "nothing")} == {
-        "intervals": {"weight": 3},
-        "word": "on",
-        "nothing": None,
-    }
+    kept = {name: found.strategy_state[name] for name in ("intervals", "word", "nothing")}
+    assert kept == {"intervals": {"weight": 3}, "word": "on", "nothing": None}
     assert list(found.mod_states["Optimizer"]) == ["first", "second"]
     assert_same(found.mod_states["Optimizer"]["second"], twice)
     assert_same(back.models["10"].layers, twice)

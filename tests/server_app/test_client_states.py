@@ -36,11 +36,8 @@ def end_round(states, state, clients, *, oldest_resumable):
 
 def after(round, last):
     """The state after a round, given each client's last participation."""
-    return ServerState(
-        round=round,
-        last_participation={client: (number, "global") for client, number in last.items()},
-        state_rounds=dict(last),
-    )
+    participation = {client: (number, "global") for client, number in last.items()}
+    return ServerState(round=round, last_participation=participation, state_rounds=dict(last))
 
 
 def test_the_least_recently_used_are_evicted(tmp_path):

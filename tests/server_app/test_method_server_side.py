@@ -63,11 +63,8 @@ def test_centroids_are_gathered_and_shared_under_every_rule(tmp_path, rule):
             assert not found.any() if expected is None else np.array_equal(found, expected)
         for name, model in federation.state.models.items():
             assert not any("centroids" in layer or "memory" in layer for layer in model.layers)
-            local = [
-                update["method-upload"]["local_centroids"].numpy()
-                for row, update in zip(rows, updates, strict=True)
-                if row.model == name
-            ]
+            pairs = zip(rows, updates, strict=True)
+            local = [update["method-upload"]["local_centroids"].numpy() for row, update in pairs if row.model == name]
             assert len(local) == (1 if rule == "local_only" else 3)
             slow = clustered_slowly(np.concatenate(local), clusters=5)
             np.testing.assert_allclose(model.broadcast["centroids"], slow, atol=1e-6)

@@ -61,14 +61,8 @@ def test_a_run_on_cached_images_has_the_same_bits(classes, tmp_path, monkeypatch
     found = {}
     for name, place in {"memory": "null", "file": tmp_path / "cache", "the file again": tmp_path / "cache"}.items():
         base._read_split.cache_clear()
-        federation = Federation(
-            tmp_path / name,
-            *SMALL,
-            *overrides,
-            f"dataset.path={classes}",
-            f"dataset.cache={place}",
-            f"run_id={name[:3]}",
-        )
+        own = [f"dataset.path={classes}", f"dataset.cache={place}", f"run_id={name[:3]}"]
+        federation = Federation(tmp_path / name, *SMALL, *overrides, *own)
         found[name] = federation.run(1)
     assert len(list((tmp_path / "cache").glob("*/pixels"))) == 2  # of the clients, and of the test
     for layers in found.values():

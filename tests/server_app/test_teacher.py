@@ -80,11 +80,10 @@ def test_what_does_not_fit_is_refused(tmp_path, overrides, sentence):
         give(*(word.format(file=file) for word in overrides))
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [["secure_aggregation=secagg_plus", "secure_aggregation.dropout_fraction=0"]],
-    ids=lambda overrides: overrides[0],
-)
+SECURE = ["secure_aggregation=secagg_plus", "secure_aggregation.dropout_fraction=0"]
+
+
+@pytest.mark.parametrize("overrides", [SECURE], ids=lambda overrides: overrides[0])
 def test_what_hides_updates_refuses_a_dictionary_and_takes_a_teacher(tmp_path, overrides):
     overrides = ["method=fedca", "strategy=fedavg", "strategy.weighting=uniform", *overrides]
     with pytest.raises(InputError, match="does not cover the parts that FedCA uploads"):

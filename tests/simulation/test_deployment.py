@@ -143,11 +143,8 @@ def test_the_superlink_may_restart_within_two_minutes(monkeypatch, capsys, outag
         yield StreamLogsResponse(log_output=f"after {after:g}\n", latest_timestamp=2.0)
 
     monkeypatch.setattr(deployment.control_internals, "stream_logs", stream_logs)
-    monkeypatch.setattr(
-        deployment.control_internals,
-        "run_status",
-        lambda control, run_id: RunStatus(status="finished", sub_status="completed"),
-    )
+    done = RunStatus(status="finished", sub_status="completed")
+    monkeypatch.setattr(deployment.control_internals, "run_status", lambda control, run_id: done)
     run = deployment._Run(None, 1, engine=EngineSettings(name="deployment", address="127.0.0.1:8000"))
     if follows:
         assert run.follow().sub_status == "completed"

@@ -27,14 +27,8 @@ WEIGHTED_SUMS = {
     "m_dawa": m_dawa,
     "m_dawa scale": partial(m_dawa, buffers="scale"),
 }
-RULES = {
-    **WEIGHTED_SUMS,
-    "eua": eua,
-    "median": median,
-    "trimmed_mean": trimmed_mean,
-    "krum": krum,
-    "multi-krum": partial(krum, select=3),
-}
+RULES = {**WEIGHTED_SUMS, "eua": eua, "median": median, "trimmed_mean": trimmed_mean}
+RULES |= {"krum": krum, "multi-krum": partial(krum, select=3)}
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 every_weighted_sum = pytest.mark.parametrize("rule", WEIGHTED_SUMS.values(), ids=WEIGHTED_SUMS.keys())
 

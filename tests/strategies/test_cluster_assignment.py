@@ -110,13 +110,8 @@ def test_the_server_compares_features():
     state = ServerState(round=1, models={name: GlobalModel(layers={"name": name}) for name in views})
     seen[6] = torch.tensor([[1.0, 1.0]])
     names = {3: ("1",), 5: ("1",), 6: ("0",), 9: ("1",)}
-    outcome = RoundOutcome(
-        round=1,
-        destinations=names,
-        bytes_up={},
-        client_features=seen,
-        extract_features=lambda layers: views[layers["name"]],
-    )
+    features = {"client_features": seen, "extract_features": lambda layers: views[layers["name"]]}
+    outcome = RoundOutcome(round=1, destinations=names, bytes_up={}, **features)
     strategy_state, strategy_metrics = server.on_round_end(state, outcome)
     assert strategy_state == {"members": {3: "0", 5: "1", 6: "0", 9: "1"}}
     assert strategy_metrics == {"clusters": {"0": [3, 6], "1": [5, 9]}, "changed_cluster": 1}

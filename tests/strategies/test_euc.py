@@ -158,12 +158,8 @@ class ToyFederation:
             return Message(content, reply_to=message)
 
         self.grid = LocalGrid(app, num_clients=num_clients)
-        context = run_context(
-            self.method,
-            phases=end_to_end(rounds=9, depth=0),
-            initial_layers=lambda: start,
-            clients_per_round=clients_per_round,
-        )
+        run = {"phases": end_to_end(rounds=9, depth=0), "clients_per_round": clients_per_round}
+        context = run_context(self.method, initial_layers=lambda: start, **run)
         mods = () if server_optimizer is None else (server_optimizer,)
         self.federation = federation_of(self.grid, strategy, context, mods=mods)
         self.state, self.report = ServerState(), None
@@ -237,12 +233,8 @@ def test_rounds_equal_the_transcription(phi, num_clients, clients_per_round, wei
             assert array.dtype == toys.method.named_tensors[name].numpy(force=True).dtype
         for client, model in begun.items():
             for name, array in model.items():
-                np.testing.assert_allclose(
-                    toys.begun[round, client][name].numpy(force=True),
-                    array,
-                    rtol=1e-5,
-                    err_msg=f"{round} {client} {name}",
-                )
+                found = toys.begun[round, client][name].numpy(force=True)
+                np.testing.assert_allclose(found, array, rtol=1e-5, err_msg=f"{round} {client} {name}")
         strategy_metrics = toys.report.strategy_metrics
         assert strategy_metrics["synced_layers"] == len(synced)
         slow = {name: phi for name, interval in tau.items() if interval == phi}

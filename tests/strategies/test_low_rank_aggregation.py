@@ -237,17 +237,13 @@ def test_euc_defers_both_factors_together():
     start = reference()
     step = np.ones((5, 2))
     step *= np.sqrt(1.7 * 20) / np.linalg.norm(FC.scale * step @ start.layers[FC.a])
-    updates = [
-        update(
-            k,
-            start.layers
-            | {
-                FC.b: start.layers[FC.b] + (k - 1) * step,
-                "projector.weight": start.layers["projector.weight"] + (k - 1),
-            },
-        )
-        for k in range(3)
-    ]
+    updates = []
+    for k in range(3):
+        moved = {
+            FC.b: start.layers[FC.b] + (k - 1) * step,
+            "projector.weight": start.layers["projector.weight"] + (k - 1),
+        }
+        updates.append(update(k, start.layers | moved))
     server = EUCServer(interval=2, weighting="uniform")
     aggregator = server.aggregator(2)
     layers = aggregate(aggregator, start, updates)

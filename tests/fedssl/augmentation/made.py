@@ -22,14 +22,8 @@ EVERYTHING = {
     "solarize_prob": 0.3,
 }
 COLORLESS = {"saturation": 0.0, "hue": 0.0, "gray_prob": 0.0}
-FURTHER = {
-    "vertical_flip_prob": 0.5,
-    "transpose_prob": 0.5,
-    "rotation": 20,
-    "gamma_prob": 0.7,
-    "noise_prob": 0.5,
-    "noise_std": [0.01, 0.1],
-}
+FURTHER = {"vertical_flip_prob": 0.5, "transpose_prob": 0.5, "rotation": 20}
+FURTHER |= {"gamma_prob": 0.7, "noise_prob": 0.5, "noise_std": [0.01, 0.1]}
 JITTER = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)
 
 

@@ -112,12 +112,9 @@ def test_settings_of_one_view_are_set_alone() -> None:
 def test_every_constraint_is_that_of_a_setting(leaves: dict[str, object]) -> None:
     names = {(group_of(key.rpartition(".")[0]), key.rpartition(".")[2]) for key in leaves}
     classes = CONSTRAINTS.keys() - {group for group, _ in names}  # and functions, such as tuning's adapter
-    unused = {
-        f"{group}.{name}"
-        for group, settings in CONSTRAINTS.items()
-        for name in settings
-        if group not in classes and (group, name) not in names
-    }
+    used = {f"{group}.{name}" for group, name in names}
+    listed = {f"{group}.{name}" for group, settings in CONSTRAINTS.items() for name in settings if group not in classes}
+    unused = listed - used
     # Those of all optimizers are allowed in the evaluations' optimizers too, and nesterov in the run's.
     of_views = {"augmentation.views", "view.mask", "view.crop_ratio"}
     assert unused == {"optimizer.nesterov", "evaluation.fused", "evaluation.rho", *of_views}

@@ -47,14 +47,9 @@ def test_copies_are_independent_and_frozen_copies_run_the_same_stages(name):
 def test_saved_encoders_are_loaded(target, name, tmp_path):
     settings = {"name": name, "channels": 1, "size": 32}
     encoder = vars(encoders)[target](**settings).eval()
-    save_encoder(
-        tmp_path / "encoder.pt",
-        encoder,
-        settings={"_target_": f"fedssl.encoders.{target}", **settings},
-        mean=[0.5],
-        std=[0.25],
-        metadata={},
-    )
+    statistics = {"mean": [0.5], "std": [0.25], "metadata": {}}
+    settings = {"_target_": f"fedssl.encoders.{target}", **settings}
+    save_encoder(tmp_path / "encoder.pt", encoder, settings=settings, **statistics)
     loaded, images = load_encoder(tmp_path / "encoder.pt"), torch.rand(2, 1, 32, 32)
     with torch.no_grad():
         assert torch.equal(loaded(images), encoder(images))

@@ -127,12 +127,8 @@ def test_the_seed_decides_result_and_views():
     images = halves(None, 60, 20).train.images[:]
 
     def view(training_path):
-        made = AugmentedViews(
-            halves(None, 60, 20),
-            transform=lambda image: drop(image.float()).byte(),
-            view={"flip_prob": 0.5},
-            seed_path=training_path,
-        )
+        images_of, view = halves(None, 60, 20), {"flip_prob": 0.5}
+        made = AugmentedViews(images_of, transform=lambda x: drop(x.float()).byte(), view=view, seed_path=training_path)
         return made(images)
 
     assert torch.equal(view((0, "a")), view((0, "a")))

@@ -128,13 +128,8 @@ def test_dino_by_hand() -> None:
     t1, s2: -(3/4 log 3/4 + 1/4 log 1/4) = 0.562335; t1, s3: -(3/4 log 1/8 + 1/4 log 7/8) = 1.592964;
     t2, s1: log 2 = 0.693147; t2, s3: -(log 1/8 + log 7/8) / 2 = 1.106486. Mean: 0.988733."""
     center = torch.tensor([5.0, -2.0])
-    loss = dino(
-        [HALF, THREE_QUARTERS, EIGHTH],
-        [THREE_QUARTERS + center, HALF + center],
-        center=center,
-        student_temperature=1,
-        teacher_temperature=1,
-    )
+    students, teachers = [HALF, THREE_QUARTERS, EIGHTH], [THREE_QUARTERS + center, HALF + center]
+    loss = dino(students, teachers, center=center, student_temperature=1, teacher_temperature=1)
     assert loss.item() == pytest.approx(0.988733, abs=1e-6)
 
 

@@ -26,14 +26,8 @@ MAE_ON_DIGITS = overrides_of("mae")
 
 
 def make_mae(*, normalize_patches: bool = True, exchange_decoder: bool = True, **kind) -> MAE:
-    return MAE(
-        vit(**kind),
-        decoder_width=12,
-        decoder_depth=1,
-        decoder_heads=3,
-        normalize_patches=normalize_patches,
-        exchange_decoder=exchange_decoder,
-    )
+    decoder = {"decoder_width": 12, "decoder_depth": 1, "decoder_heads": 3}
+    return MAE(vit(**kind), normalize_patches=normalize_patches, exchange_decoder=exchange_decoder, **decoder)
 
 
 def slow_loss(method: MAE, view: View) -> float:

@@ -161,13 +161,8 @@ def test_in_a_run_without_labels_and_with_server_images() -> None:
     assert set(made_partition.groups[kept].tolist()) == {-1}
     rest = np.setdiff1d(np.arange(90), kept)
     assert same_groups(made_partition.groups[rest], KIND[rest])
-    rows = list(
-        csv.reader(
-            partition_table(
-                made_partition.client_indices, (None, ()), (made_partition.groups, made_partition.names)
-            ).splitlines()
-        )
-    )
+    groups = made_partition.groups, made_partition.names
+    rows = list(csv.reader(partition_table(made_partition.client_indices, (None, ()), groups).splitlines()))
     assert rows[0] == ["client", "examples", "cluster 0", "cluster 1", "cluster 2"]
     assert sum(int(number) for row in rows[1:] for number in row[2:]) == 72
 

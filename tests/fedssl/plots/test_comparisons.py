@@ -20,13 +20,7 @@ def round_of(number: int, flops: float | None = 10.0, **knn: float) -> dict[str,
     return line if flops is None else {**line, "cost": {"flops": flops, "peak_memory": 1.0}}
 
 
-def made(
-    folder: Path,
-    *overrides: str,
-    knn: float = 0.5,
-    lines: list[dict[str, Any]] | None = None,
-    final: dict[str, Any] | None = None,
-) -> Run:
+def made(folder: Path, *overrides: str, knn=0.5, lines=None, final=None) -> Run:
     """Return a run folder with these overrides; every client's cosine falls by 0.1 in each round."""
     folder.mkdir(parents=True)
     final = {"federated": {"knn": knn}} if final is None else final
@@ -34,11 +28,8 @@ def made(
     (folder / "summary.json").write_text(json.dumps(summary))
     lines = [round_of(1, knn=knn - 0.1), round_of(2), round_of(3, knn=knn)] if lines is None else lines
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    clients = [
-        {"round": round, "client": client, "model_cosine": 1 - 0.1 * round - 0.02 * client}
-        for round in (1, 2)
-        for client in (0, 1)
-    ]
+    pairs = [(round, client) for round in (1, 2) for client in (0, 1)]
+    clients = [{"round": r, "client": client, "model_cosine": 1 - 0.1 * r - 0.02 * client} for r, client in pairs]
     (folder / "clients.jsonl").write_text("".join(json.dumps(line) + "\n" for line in clients))
     (run,) = find_runs([folder])
     return run
@@ -66,11 +57,10 @@ FORMATS = {"formats": ("png", "pdf", "csv")}
 
 def test_groups_are_runs_that_differ_in_the_seed_alone(sweep: list[Run]):
     found = group_by_seed(sweep)
-    assert [one.label for one in found] == [
-        "fedavg, regularizer.weight=0.1",
-        "fedavg, regularizer.weight=0.5",
-        "l_dawa, regularizer.weight=0.1",
+    labels = [
+        f"{name}, regularizer.weight={weight}" for name, weight in (("fedavg", 0.1), ("fedavg", 0.5), ("l_dawa", 0.1))
     ]
+    assert [one.label for one in found] == labels
     assert [len(one.runs) for one in found] == [1, 2, 1]
     assert [(style["color"], style["marker"]) for style in line_styles(found)] == [
         ("#000000", "o"),

@@ -71,15 +71,8 @@ def test_sweep_csv_has_full_precision(sweep: list[Path]):
     assert list(rows[0]) == ["strategy", "knn_mean", "knn_std", "linear_mean", "linear_std", "runs", "failed"]
     assert float(rows[0]["knn_mean"]) == pytest.approx(0.6, abs=1e-15)
     assert float(rows[0]["knn_std"]) == pytest.approx(np.std([0.5, 0.7], ddof=1), abs=1e-15)
-    assert rows[1] == {
-        "strategy": "l_dawa",
-        "knn_mean": "0.8",
-        "knn_std": "",
-        "linear_mean": "0.9",
-        "linear_std": "",
-        "runs": "1",
-        "failed": "1",
-    }
+    expected = {"knn_mean": "0.8", "knn_std": "", "linear_mean": "0.9", "linear_std": ""}
+    assert rows[1] == {"strategy": "l_dawa", **expected, "runs": "1", "failed": "1"}
     assert rows[2]["knn_mean"] == ""
 
 
@@ -126,14 +119,8 @@ TARGETS = {
 }
 
 
-CHOICES = {
-    "strategy": "l_dawa",
-    "method": "simclr",
-    "encoder": "conv_small",
-    "partition": "dirichlet",
-    "regularizer": "none",
-    "dataset": "cifar10",
-}
+CHOICES = {"strategy": "l_dawa", "method": "simclr", "encoder": "conv_small"}
+CHOICES |= {"partition": "dirichlet", "regularizer": "none", "dataset": "cifar10"}
 
 
 def rows(*folders: Path) -> list[tuple[dict[str, str], int]]:
@@ -220,11 +207,12 @@ def test_runs_that_did_not_finish_are_listed(tmp_path: Path):
     results = run_results([read_run(folder) for folder in (finished, killed, refused, nothing)])
     assert [(row.runs, row.failed) for row in results.rows] == [(1, 1), (0, 1)]
     ended = "no readable summary.json: it was ended from outside, unless it runs on another machine"
-    assert results.notes[NOT_FINISHED] == [
+    lines = [
         f"{killed} (rounds=20): {ended}",
         f"{refused} (rounds=0): rounds=0 but it must be 1",
         f"{nothing}: {ended}",
     ]
+    assert results.notes[NOT_FINISHED] == lines
 
 
 @pytest.mark.parametrize(

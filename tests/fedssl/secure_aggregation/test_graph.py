@@ -37,11 +37,9 @@ def test_both_bounds_equal_exact_fractions(clients, neighbors, threshold, corrup
     )
     pairs = Fraction(clients * (clients - neighbors - 1), 2)
     removed = corrupted + dropouts
-    apart = (
-        Fraction(math.comb(clients - neighbors, removed - neighbors), math.comb(clients, removed))
-        if (removed >= neighbors)
-        else 0
-    )
+    apart = 0
+    if removed >= neighbors:
+        apart = Fraction(math.comb(clients - neighbors, removed - neighbors), math.comb(clients, removed))
     failure = clients * tail(clients - 1, corrupted, neighbors, threshold) + min(pairs * apart, 1)
     assert graph.security_bits == pytest.approx(max(-math.log2(failure), 0), rel=1e-9)
     # Fewer than t survivors among k neighbors are more than k - t among the D - 1 other dropouts.
@@ -81,13 +79,8 @@ def test_no_smaller_graph_satisfies_the_bounds(clients):
     assert graph.correctness_bits >= 30
     for neighbors in range(2, graph.neighbors, 2):
         for threshold in range(neighbors // 2 + 1, neighbors + 2):
-            other = SharingGraph(
-                clients=clients,
-                neighbors=neighbors,
-                threshold=threshold,
-                corrupted=graph.corrupted,
-                dropouts=graph.dropouts,
-            )
+            sizes = {"clients": clients, "neighbors": neighbors, "threshold": threshold}
+            other = SharingGraph(**sizes, corrupted=graph.corrupted, dropouts=graph.dropouts)
             assert other.security_bits < 40 or other.correctness_bits < 30
 
 

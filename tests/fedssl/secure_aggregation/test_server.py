@@ -34,13 +34,9 @@ def quantized_mean(nodes):
         quantize(delta, rounding_generator(delta), clipping_range=8.0, target_range=TARGET_RANGE).astype(np.int64)
         for delta in map(delta_of_node, nodes)
     ]
-    return dequantized_mean(
-        sum(vectors),
-        clients=len(vectors),
-        total_weight=len(vectors) * TARGET_RANGE,
-        clipping_range=8.0,
-        target_range=TARGET_RANGE,
-    )
+    total, count = sum(vectors), len(vectors)
+    ranges = {"clipping_range": 8.0, "target_range": TARGET_RANGE}
+    return dequantized_mean(total, clients=count, total_weight=count * TARGET_RANGE, **ranges)
 
 
 class LossyMessenger(ClientMessenger):

@@ -23,11 +23,8 @@ def an_answer(seed: int = 0):
 
 
 def same(one: ImageSums, other: ImageSums) -> bool:
-    return np.array_equal(one.histogram, other.histogram) and (one.images, one.sums, one.squares) == (
-        other.images,
-        other.sums,
-        other.squares,
-    )
+    totals = [(each.images, each.sums, each.squares) for each in (one, other)]
+    return np.array_equal(one.histogram, other.histogram) and totals[0] == totals[1]
 
 
 def test_an_answer_survives_its_message():
@@ -45,12 +42,8 @@ def test_a_limb_is_a_step_of_secure_aggregation():
     for seed in range(3):
         plan, update = an_answer(seed)
         expected += read_answer(update, channels=2)
-        steps = quantize(
-            delta_of(update.layers, plan.layers),
-            np.random.default_rng(seed),
-            clipping_range=clipping_range,
-            target_range=TARGET_RANGE,
-        )
+        ranges = {"clipping_range": clipping_range, "target_range": TARGET_RANGE}
+        steps = quantize(delta_of(update.layers, plan.layers), np.random.default_rng(seed), **ranges)
         total = total + steps.astype(np.int64)
     mean = dequantized_mean(
         total, clients=3, total_weight=3 * TARGET_RANGE, clipping_range=clipping_range, target_range=TARGET_RANGE

@@ -74,13 +74,8 @@ def test_sums_of_many_white_16_bit_images_are_exact():
     pixels, images = 1 << 23, 1 << 20
     one = summed(np.full((1, 1, 1, 1), 65535, np.uint16))
     number = pixels * images
-    white = replace(
-        one,
-        images=images,
-        sums=(one.sums[0] * number,),
-        squares=(one.squares[0] * number,),
-        histogram=one.histogram * number,
-    )
+    sums = {"sums": (one.sums[0] * number,), "squares": (one.squares[0] * number,)}
+    white = replace(one, images=images, histogram=one.histogram * number, **sums)
     back = ImageSums.from_limbs(white.to_limbs(), channels=1)
     assert (back.sums, back.squares) == (white.sums, white.squares)
     assert back.problem(pixels=pixels) == ""

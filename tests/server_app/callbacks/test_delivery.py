@@ -124,11 +124,8 @@ def test_the_operator_receives_quality_as_a_mean_only(tmp_path, num_sharing):
         return
     file = tmp_path / "run" / "encoder.pt"
     expected = [encoder_quality(file, tmp_path / "images" / name) for name in "abc"]
-    assert stored == {
-        **{metric: pytest.approx(sum(quality[metric] for quality in expected) / 3) for metric in METRICS},
-        "round": 1,
-        "devices": 3,
-    }
+    means = {metric: pytest.approx(sum(quality[metric] for quality in expected) / 3) for metric in METRICS}
+    assert stored == {**means, "round": 1, "devices": 3}
     assert expected[0] != expected[1]
     events = [event["event"] for event in read_history(tmp_path / "states" / "a")]
     assert events == ["trained", "update sent", "encoder stored", "quality sent"]

@@ -58,11 +58,8 @@ def test_under_averaging_all_use_the_global_model(tmp_path):
     judged = evaluate_personalized(
         ClientMessenger(federation.grid), federation.components, federation.state, trained={0, 1, 2}, epochs=1
     )
-    assert [(one.client, one.group) for one in judged] == [
-        *((client, PARTICIPANTS) for client in range(3)),
-        (3, UNSEEN),
-        (3, UNSEEN_ADAPTED),
-    ]
+    participants = [(client, PARTICIPANTS) for client in range(3)]
+    assert [(one.client, one.group) for one in judged] == [*participants, (3, UNSEEN), (3, UNSEEN_ADAPTED)]
     assert len({one.global_test["knn"] for one in judged[:4]}) == 1
     assert len({one.local_test["knn"] for one in judged[:3]}) > 1
 

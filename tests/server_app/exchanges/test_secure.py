@@ -58,13 +58,8 @@ def test_the_default_weighting_by_images(tmp_path):
     with pytest.raises(AssertionError):
         within(uniform, plain.layers, 3 * 2 * 8 / 2**22)
     # The plain rule drops clients with more images than that; here they drop themselves.
-    limited = Federation(
-        tmp_path / "d",
-        *SMALL,
-        *overrides,
-        "secure_aggregation=secagg_plus",
-        f"aggregation.max_examples={max(sizes) - 1}",
-    )
+    secure = ["secure_aggregation=secagg_plus", f"aggregation.max_examples={max(sizes) - 1}"]
+    limited = Federation(tmp_path / "d", *SMALL, *overrides, *secure)
     assert limited.components.settings.secure_aggregation.max_weight == max(sizes) - 1
 
 

@@ -176,11 +176,8 @@ def test_buffered_rounds_use_late_updates_and_drop_lost_ones():
         report = run.round()
         rows = [(row.client, row.staleness, row.virtual_seconds) for row in report.clients]
         seen.append((rows, report.dropped, report.measured["virtual_time"]))
-    assert seen == [
-        ([(0, 0, 1.0), (1, 0, 1.0)], {}, 1.0),
-        ([(0, 0, 1.0), (1, 0, 1.0)], {3: OFFLINE}, 2.0),
-        ([(0, 0, 1.0), (2, 2, 2.5)], {}, 3.0),
-    ]
+    pair = [(0, 0, 1.0), (1, 0, 1.0)]
+    assert seen == [(pair, {}, 1.0), (pair, {3: OFFLINE}, 2.0), ([(0, 0, 1.0), (2, 2, 2.5)], {}, 3.0)]
     delta = np.mean([1, 2]), np.mean([1, 2]), np.mean([1, 3 / math.sqrt(3)])
     np.testing.assert_allclose(run.weight, LAYERS["encoder.weight"] + sum(delta), rtol=1e-6)
 
