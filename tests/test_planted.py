@@ -250,9 +250,8 @@ def test_text_of_the_users_own_command_is_resolved_once(monkeypatch):
     monkeypatch.setenv("OUTER", "${oc.env:SECRET}")
     assert compose(["output_dir=${oc.env:SECRET}"]).recording.config.output_dir.endswith(SECRET)
     for text in ("\\${oc.env:SECRET}", "${oc.env:OUTER}"):
-        with pytest.raises(
-            InputError, match=r"settings.output_dir has an interpolation, \$\{...\}, which is not"
-        ) as caught:
+        message = r"settings.output_dir has an interpolation, \$\{...\}, which is not"
+        with pytest.raises(InputError, match=message) as caught:
             compose([f"output_dir='{text}'"])
         assert SECRET not in str(caught.value)
 

@@ -99,9 +99,8 @@ def test_validation_runs_no_protocol(monkeypatch):
 
 
 def test_a_class_that_is_no_protocol_is_refused():
-    with pytest.raises(
-        InputError, match="Counter is no evaluation protocol; derive it from fedssl.evaluation.protocol"
-    ):
+    message = "Counter is no evaluation protocol; derive it from fedssl.evaluation.protocol"
+    with pytest.raises(InputError, match=message):
         CombinedProtocol(protocols={"a": collections.Counter()})
 
 

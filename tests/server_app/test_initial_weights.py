@@ -105,9 +105,8 @@ def test_a_run_is_resumed_without_its_source(source, tmp_path):
     assert verify_run(again).problems == ()
     assert "knn" in evaluate([f"run={again}", "evaluation=knn"])
 
-    with pytest.raises(
-        InputError, match=f"was run with encoder.weights={source} \\(now .*other.pt\\); keep the settings"
-    ):
+    message = f"was run with encoder.weights={source} \\(now .*other.pt\\); keep the settings"
+    with pytest.raises(InputError, match=message):
         load_settings([f"resume={again}", "encoder.weights=other.pt"])
     (again / INITIAL_ENCODER_FILE).write_bytes(b"damaged")
     assert f"{INITIAL_ENCODER_FILE} is damaged" in verify_run(again).problems

@@ -76,7 +76,6 @@ def test_ray_gives_the_same_bits(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_deadline_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(
-        InputError, match="round_deadline=5 is in seconds of devices, .* set aggregation.round_deadline=null"
-    ):
+    message = "round_deadline=5 is in seconds of devices, .* set aggregation.round_deadline=null"
+    with pytest.raises(InputError, match=message):
         run([*OVERRIDES, "aggregation.round_deadline=5", f"output_dir={tmp_path / 'run'}"])

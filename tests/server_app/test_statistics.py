@@ -252,9 +252,8 @@ def test_a_constant_channel_is_not_scaled(tmp_path, caplog):
 
 
 def test_settings_that_are_refused():
-    with pytest.raises(
-        InputError, match=r"dataset.mean=federated measures .* but dataset.std is set to \[0.3\]; leave"
-    ):
+    message = r"dataset.mean=federated measures .* but dataset.std is set to \[0.3\]; leave"
+    with pytest.raises(InputError, match=message):
         compose([*REQUEST, "dataset.std=[0.3]"])
     with pytest.raises(InputError, match="dataset.mean=mean must be a list of numbers"):
         compose([*SMALL, "dataset.mean=mean"])

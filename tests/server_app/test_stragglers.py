@@ -160,9 +160,8 @@ def test_a_round_with_too_few_updates_is_repeated():
 
 def test_the_run_stops_when_no_attempt_has_enough():
     run = Run(3, lambda client, round: (1, "good" if client == 1 else "error"), min_updates=2, max_retries=1)
-    with pytest.raises(
-        TooFewUpdatesError, match=r"round 1: 1 of 3 clients .* aggregation.min_updates=2 .*battery is empty"
-    ):
+    message = "round 1: 1 of 3 clients .* aggregation.min_updates=2 .*battery is empty"
+    with pytest.raises(TooFewUpdatesError, match=message):
         run.round()
     assert run.grid.asked == [(1, 0), (1, 1), (1, 2)] * 2
     assert run.state == ServerState()

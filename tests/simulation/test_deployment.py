@@ -85,9 +85,8 @@ def test_an_environment_that_is_older_than_the_code_is_rejected(tmp_path, monkey
         '[project]\nversion = "9.1"\nrequires-python = ">=3.11"\ndependencies = ["new-package>=3"]\n'
     )
     monkeypatch.setattr(deployment, "APP", tmp_path)
-    with pytest.raises(
-        InputError, match=r"^fedssl 9.1 needs new-package>=3 \(installed: none\); install them with pip"
-    ):
+    message = r"^fedssl 9.1 needs new-package>=3 \(installed: none\); install them with pip"
+    with pytest.raises(InputError, match=message):
         run(["engine=deployment", f"engine.address=127.0.0.1:{free_port()}"])
 
 
@@ -109,9 +108,8 @@ def test_a_run_folder_cannot_select_the_fleet_that_resumes_it(override, tmp_path
     settings = compose(["engine=deployment", f"output_dir={tmp_path}"])
     save_run(settings.recording, tmp_path)
     (tmp_path / "overrides.yaml").write_text(f"- {override}\n")
-    with pytest.raises(
-        InputError, match=f"contains {override}, which points outside the run folder and is accepted only from your own"
-    ):
+    message = f"contains {override}, which points outside the run folder and is accepted only from your own"
+    with pytest.raises(InputError, match=message):
         run([f"resume={tmp_path}"])
 
 

@@ -72,9 +72,8 @@ def test_too_few_nodes(monkeypatch):
         partition_nodes = None  # the server has to ask
 
     grid = Asked(adding_app(), num_clients=2)
-    with pytest.raises(
-        InputError, match=r"num_clients=10 but the federation has 2 SuperNodes; add .*num-supernodes=10"
-    ):
+    message = "num_clients=10 but the federation has 2 SuperNodes; add .*num-supernodes=10"
+    with pytest.raises(InputError, match=message):
         discover_clients(grid, 10, timeout=60)
 
 

@@ -73,9 +73,8 @@ def test_a_process_with_a_failing_gpu_is_restarted_once(hosts, caplog):
     assert re.fullmatch(r"a GPU has failed again, .* is used for clients: GPU [01] of .*: torch does not .*", second)
     assert len(grid._idle) == 1
     assert [reply.has_error() for reply in ask(grid).values()] == [False, False]  # by the other process
-    with pytest.raises(
-        RunError, match="no GPU is left for clients: GPU . of .*: torch does not find it; resume the run"
-    ):
+    message = "no GPU is left for clients: GPU . of .*: torch does not find it; resume the run"
+    with pytest.raises(RunError, match=message):
         ask(grid, **{"break-0": 1, "break-1": 1})
     stop(grid, placements)
 

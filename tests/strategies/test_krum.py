@@ -125,7 +125,6 @@ def test_settings_of_krum_out_of_range_are_refused():
 def test_krum_needs_enough_clients(malicious, select, min_clients):
     strategy = Krum(malicious=malicious, select=select)
     check_rules([strategy.problem], run_context(None, num_clients=10, clients_per_round=min_clients))
-    with pytest.raises(
-        InputError, match=f"needs clients_per_round of {min_clients} or more .* but it is {min_clients - 1}"
-    ):
+    message = f"needs clients_per_round of {min_clients} or more .* but it is {min_clients - 1}"
+    with pytest.raises(InputError, match=message):
         check_rules([strategy.problem], run_context(None, num_clients=10, clients_per_round=min_clients - 1))

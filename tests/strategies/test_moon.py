@@ -56,9 +56,8 @@ def test_the_first_round_and_no_weight_are_federated_averaging(tmp_path, method)
 
 
 def test_methods_without_whole_views_are_refused(tmp_path):
-    with pytest.raises(
-        InputError, match=r"the strategy's term needs the encoder's output .* set strategy=fedavg, or another"
-    ):
+    message = "the strategy's term needs the encoder's output .* set strategy=fedavg, or another"
+    with pytest.raises(InputError, match=message):
         Federation(tmp_path, "strategy=moon", *overrides_of("mae"))
     with pytest.raises(InputError, match="Alignment needs that of the encoder and the strategy's term"):
         Federation(tmp_path, "strategy=moon", "regularizer=alignment")

@@ -46,9 +46,8 @@ def test_what_the_kernel_does_not_make_is_refused():
         message = f"at most 64 pixels with 1 or 3 channels but {found}.*; set gpu_augmentation="
         with pytest.raises(InputError, match=message):
             made(**wrong)
-    with pytest.raises(
-        InputError, match="triton lacks augmentation.views.1.rotation, .*1.noise_prob; set gpu_augmentation=torch"
-    ):
+    message = "triton lacks augmentation.views.1.rotation, .*1.noise_prob; set gpu_augmentation=torch"
+    with pytest.raises(InputError, match=message):
         made(rotation=10, noise_prob=0.5)
 
 
@@ -56,14 +55,12 @@ def test_missing_triton_and_large_images_are_refused_on_gpus(monkeypatch):
     images, generator = torch.zeros(2, 3, 8, 70, dtype=torch.uint8), torch.Generator()
     assert made()(images, generator)[0].images.shape == (2, 3, 8, 8)
     monkeypatch.setattr(devices, "CPU", "none")
-    with pytest.raises(
-        InputError, match="supports images of at most 64 pixels but these have 8x70; set gpu_augmentation=torch"
-    ):
+    message = "supports images of at most 64 pixels but these have 8x70; set gpu_augmentation=torch"
+    with pytest.raises(InputError, match=message):
         made()(images, generator)
     monkeypatch.setattr("fedssl.augmentation.augmentation.find_spec", lambda name: None)
-    with pytest.raises(
-        InputError, match="gpu_augmentation=triton but Triton is not installed; install it, or set gpu_augmentation="
-    ):
+    message = "gpu_augmentation=triton but Triton is not installed; install it, or set gpu_augmentation="
+    with pytest.raises(InputError, match=message):
         made()(images[..., :8], generator)
 
 

@@ -166,9 +166,8 @@ class TestResume:
         file = folder / "config.yaml"
         text = file.read_text().replace("batch_size: 64", "batch_size: 32")
         file.write_text(text)
-        with pytest.raises(
-            InputError, match=r"config.yaml cannot be used \(its checksum is wrong: it was edited or is damaged\)"
-        ):
+        message = r"config.yaml cannot be used \(its checksum is wrong: it was edited or is damaged\)"
+        with pytest.raises(InputError, match=message):
             load_settings([f"resume={folder}"])
         file.write_text(text.partition("\n")[2])  # of an earlier version
         with pytest.raises(InputError, match=r"was run with batch_size=32 \(now 64\)"):
@@ -182,9 +181,8 @@ class TestResume:
 @pytest.mark.parametrize(("train", "test"), [("test", "test"), ("val", "validation"), ("a", "A")])
 def test_refuses_a_test_that_has_the_labeled_training_images(train, test):
     overrides = ["dataset=cifar10", "dataset.path=/x", f"dataset.splits.train={train}"]
-    with pytest.raises(
-        InputError, match=r"are the same images: .*; set dataset.splits.test to another split, or to null"
-    ):
+    message = "are the same images: .*; set dataset.splits.test to another split, or to null"
+    with pytest.raises(InputError, match=message):
         compose([*overrides, f"dataset.splits.test={test}"])
     assert compose([*overrides, "dataset.splits.test=null"]).data.test is None
     assert compose([*overrides, "dataset.splits.test=other"]).data.test == "other"

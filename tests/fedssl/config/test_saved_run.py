@@ -77,9 +77,8 @@ def test_a_run_id_is_no_path(file, run_id):
     ],
 )
 def test_overrides_outside_the_folder_need_the_users_word(file, override):
-    with pytest.raises(
-        InputError, match="points outside the run folder and is accepted only from your own command"
-    ) as caught:
+    message = "points outside the run folder and is accepted only from your own command"
+    with pytest.raises(InputError, match=message) as caught:
         check_saved_overrides([override], file)
     assert override in str(caught.value)
 

@@ -103,9 +103,8 @@ class TestChoices:
     def test_are_saved_with_the_run(self, conf, tmp_path):
         (tmp_path / "run").mkdir()
         save_run(compose(words_for(conf, "strategy=mine")).recording, tmp_path / "run")
-        with pytest.raises(
-            InputError, match="contains hydra.searchpath=.* points outside the run folder .* --config-dir"
-        ):
+        message = "contains hydra.searchpath=.* points outside the run folder .* --config-dir"
+        with pytest.raises(InputError, match=message):
             load_settings([f"resume={quote_value(str(tmp_path / 'run'))}"])
         resumed = load_settings(words_for(conf, f"resume={quote_value(str(tmp_path / 'run'))}"))
         assert resumed.algorithm.strategy.name == "Mine"
@@ -176,7 +175,6 @@ class TestTargets:
         file = tmp_path / "config.yaml"
         _, _, text = file.read_text().partition("\n")  # without checksum
         file.write_text(text.replace("fedssl.datasets.digits.read", "os.mkdir"))
-        with pytest.raises(
-            InputError, match="is read by os.mkdir, which is not part of fedssl; name its config directory"
-        ):
+        message = "is read by os.mkdir, which is not part of fedssl; name its config directory"
+        with pytest.raises(InputError, match=message):
             compose_evaluation([], run=tmp_path)

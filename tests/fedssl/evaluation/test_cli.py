@@ -13,8 +13,6 @@ from fedssl.encoders import conv_small
 from fedssl.evaluation import cli
 from fedssl.export import save_encoder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def finished_run(tmp_path: Path) -> Path:

@@ -11,8 +11,6 @@ from fedssl.errors import InputError
 from fedssl.evaluation.features import Features, extract
 from tests.fedssl.evaluation.made import blobs
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Statistics(nn.Module):
     """Flattens and normalizes by batch norm; a second module has another training mode."""

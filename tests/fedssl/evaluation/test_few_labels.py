@@ -14,8 +14,6 @@ from fedssl.evaluation.sampling import sample_per_class
 from fedssl.seeding import numpy_generator
 from tests.fedssl.evaluation.made import Given, blobs, results
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_sample_per_class_draws_equal_numbers():
     labels = torch.tensor([2, 0, 1, 0, 2, 1, 0, 0, 1, 2])

@@ -11,8 +11,6 @@ from fedssl.evaluation.features import Features
 from fedssl.evaluation.knn import knn_predict
 from tests.fedssl.evaluation.made import blobs
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def slow_knn(data: Features, *, k: int, temperature: float) -> list[int]:
     """Wu et al. 2018, section 3.4, one test image and one neighbor at a time in float64."""

@@ -11,8 +11,6 @@ from sklearn.preprocessing import StandardScaler
 from fedssl.evaluation.linear_probe import linear_probe, softmax_regression, standardize
 from tests.fedssl.evaluation.made import blobs
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_softmax_regression_by_hand():
     # x = -1 (class 0) and x = 1 (class 1). By symmetry the weight is (-a, a) and the bias 0, and the loss is

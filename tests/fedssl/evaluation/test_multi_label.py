@@ -14,8 +14,6 @@ from fedssl.evaluation.multi_label import MultiLabel, label_scores
 from fedssl.evaluation.scores import FRACTION
 from tests.fedssl.evaluation.made import blobs, of_targets
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NAN = float("nan")
 
 

@@ -24,8 +24,6 @@ FOLDER = Path(__file__).resolve().parents[3] / "conf" / "evaluation"
 TRANSFERS = ("transfer", "domains", "stl10", "table3", "four")  # they need data sets
 TARGETS = ("multi_label", "regression", "segmentation")  # they need targets
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize(
     ("name", "keys"),

@@ -15,8 +15,6 @@ from fedssl.evaluation.regression import Regression, ridge_predictions
 from fedssl.evaluation.scores import ERROR, units_of
 from tests.fedssl.evaluation.made import blobs, of_targets
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NAN = float("nan")
 
 

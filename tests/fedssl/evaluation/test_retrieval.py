@@ -13,8 +13,6 @@ from fedssl.evaluation.retrieval import Retrieval, rank_classes
 from fedssl.evaluation.scores import FRACTION
 from tests.fedssl.evaluation.made import Given, blobs, results
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def slow(data: Features, *, gallery: str) -> tuple[list[float], list[int]]:
     """Average precision and first rank of each query, one pair of images at a time in float64."""

@@ -7,8 +7,6 @@ import pytest
 
 from fedssl.evaluation.scores import Score, as_scores, format_table, mean_over_models, to_flat_dict, units_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_scores_round_trip_through_files():
     scores = {"knn": Score(0.5), "few": Score(0.25, std=0.1), "loss": Score(2.5, "nats", 0.5), "epochs": Score(3, "")}

@@ -19,8 +19,6 @@ from fedssl.evaluation.scores import units_of
 from fedssl.evaluation.segmentation import FeatureMap, Segmentation, _scores, class_counts, confusion
 from tests.fedssl.datasets.made import png, settings_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def scene(seed: int) -> tuple[np.ndarray, np.ndarray]:
     """An image of 20 x 16 pixels whose left side is dark (class 0) and whose right side is bright (class 7)."""

@@ -22,8 +22,6 @@ from fedssl.evaluation.sgd_linear_probe import SGDLinearProbe
 from fedssl.seeding import numpy_generator
 from tests.fedssl.evaluation.made import halves
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CPU = torch.device("cpu")
 
 

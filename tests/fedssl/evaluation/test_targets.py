@@ -15,8 +15,6 @@ from fedssl.evaluation.protocol import evaluation_problem, make_evaluation_input
 from fedssl.evaluation.targets import as_labels, as_numbers, read_targets, varying
 from tests.fedssl.datasets.made import make_image, png, settings_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NAN = float("nan")
 
 

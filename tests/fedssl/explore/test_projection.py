@@ -89,7 +89,6 @@ def test_umap_is_used_once_it_is_installed(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_unknown_projections_are_refused():
-    with pytest.raises(
-        InputError, match=r"projection=tnse does not exist; did you mean tsne; choose one of auto, umap, tsne, pca"
-    ):
+    message = "projection=tnse does not exist; did you mean tsne; choose one of auto, umap, tsne, pca"
+    with pytest.raises(InputError, match=message):
         check_method("tnse")

@@ -214,9 +214,8 @@ def test_formats_that_have_no_adapters_reject_them(tmp_path: Path):
     with pytest.raises(InputError, match="this encoder is vit_tiny with adapters; choose format=onnx, torch_export or"):
         export(source, "timm", tmp_path / "x.timm.safetensors")
     source = dataclasses.replace(source, run=read_run(tmp_path))
-    with pytest.raises(
-        InputError, match=r"adapter.safetensors does not exist: format=peft is for runs with tuning=lora and .*; choose"
-    ):
+    message = "adapter.safetensors does not exist: format=peft is for runs with tuning=lora and .*; choose"
+    with pytest.raises(InputError, match=message):
         export(source, "peft", tmp_path / "x")
 
 

@@ -70,9 +70,8 @@ def test_an_adapter_gives_the_encoder_or_does_not_exist(tmp_path, aggregation, c
     assert (folder / ADAPTER_FILE).exists() != changes_weights
     assert ("no adapter.safetensors: the aggregation" in capsys.readouterr().out) == changes_weights
     if changes_weights:
-        with pytest.raises(
-            InputError, match="adapter.safetensors does not exist: format=peft is for .* svd, which keep"
-        ):
+        message = "adapter.safetensors does not exist: format=peft is for .* svd, which keep"
+        with pytest.raises(InputError, match=message):
             export(folder)
     else:
         assert_adapter_gives_encoder(folder)

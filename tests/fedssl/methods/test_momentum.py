@@ -114,9 +114,8 @@ REFUSED = ("fedu", "l_dawa_fedu")
 def test_clients_that_choose_one_of_two_networks_refuse_both(strategy):
     settings = compose([f"strategy={strategy}", "method=byol", "method.target_init=average"])
     context = run_context(build_method(settings.model), num_clients=10, clients_per_round=2)
-    with pytest.raises(
-        InputError, match="method.target_init=average exchanges .* set method.target_init=persist, or"
-    ) as caught:
+    message = "method.target_init=average exchanges .* set method.target_init=persist, or"
+    with pytest.raises(InputError, match=message) as caught:
         check_rules([settings.algorithm.strategy.instantiate().problem], context)
     assert "\n" not in str(caught.value)
 

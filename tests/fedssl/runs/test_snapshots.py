@@ -164,7 +164,6 @@ def test_only_what_was_used_of_a_finished_round_counts(tmp_path: Path):
 
 
 def test_a_sum_has_no_models_of_clients():
-    with pytest.raises(
-        InputError, match="secure_aggregation=secagg_plus reveals no client's model; set snapshot_every=0"
-    ):
+    message = "secure_aggregation=secagg_plus reveals no client's model; set snapshot_every=0"
+    with pytest.raises(InputError, match=message):
         check_rules(SETTINGS_RULES, compose(["secure_aggregation=secagg_plus", "snapshot_every=1"]))

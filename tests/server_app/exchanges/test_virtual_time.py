@@ -157,9 +157,8 @@ def test_a_round_waits_until_enough_are_online_together(caplog):
 def test_too_few_clients_for_ever_end_the_run():
     times = {0: OnlineTimes(((0.0, 2.0),), 10.0), 1: OnlineTimes(((3.0, 4.0),), 10.0)}
     run = Run([1.0, 1.0], availability=Online(times), min_updates=2)
-    with pytest.raises(
-        RunError, match=r"after virtual time 0 s, 2 of 2 clients are never online together, .*lower it, or"
-    ):
+    message = "after virtual time 0 s, 2 of 2 clients are never online together, .*lower it, or"
+    with pytest.raises(RunError, match=message):
         run.round()
 
 
