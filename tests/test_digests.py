@@ -30,6 +30,9 @@ BASE = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=90", "enco
 BASE += ["strategy=l_dawa"]
 BASE += ["batch_size=16", "evaluate_every=0", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
 STAGES = ["schedule=layer_wise", "rounds=5"]
+AT_START = ["calibration=auxiliary", "calibration.when=start"]
+FEDU = ["strategy=fedu", "method=byol"]
+EVICTION = "client_state.max_bytes=60000"
 SWAV = ["method.queue_size=32", "method.queue_start_round=2", "method.match_prototypes=true", "rounds=3"]
 VIT = ["encoder=vit_tiny", "encoder.patch=4", "encoder.width=16", "encoder.depth=2", "encoder.heads=2"]
 
@@ -42,36 +45,19 @@ RUNS = {
     "fedavg-supervised-fedadam": ["strategy=fedavg", "method=supervised", "server_optimizer=fedadam", "rounds=3"],
     "fedavg-fedx-fur": ["strategy=fedavg", "method=fedx", "regularizer=fur"],
     "loss-simclr-fedavgm": ["strategy=loss_weighted", "server_optimizer=fedavgm", "rounds=3"],
-    "fedu-byol": [
-        "strategy=fedu",
-        "method=byol",
-        "rounds=3",
-        "clients_per_round=2",
-        "strategy.predictor_threshold=0.1",
-    ],
-    "fedu-byol-target": ["strategy=fedu", "method=byol", "strategy.aggregate=target", "strategy.update=both"],
+    "fedu-byol": [*FEDU, "rounds=3", "clients_per_round=2", "strategy.predictor_threshold=0.1"],
+    "fedu-byol-target": [*FEDU, "strategy.aggregate=target", "strategy.update=both"],
     "fedema-byol": ["strategy=fedema", "method=byol", "rounds=3"],
     "fedbn-simclr-decorr": ["strategy=fedbn", "regularizer=decorr", "rounds=3"],
     "fedprox-simclr-clip": ["strategy=fedprox", "clip_norm=0.5"],
     "euc-simclr": ["strategy=euc", "rounds=5", "clients_per_round=2"],
     "euc-examples-layer-wise": ["strategy=euc", "strategy.weighting=examples", *STAGES],
     "eua-simclr-fedyogi": ["strategy=eua", "server_optimizer=fedyogi", "rounds=3"],
-    "median-layer-wise-dropout": [
-        "strategy=median",
-        *VIT,
-        "schedule=layer_wise",
-        "rounds=4",
-        "schedule.depth_dropout=0.5",
-    ],
+    "median-layer-wise-dropout": ["strategy=median", *VIT, STAGES[0], "rounds=4", "schedule.depth_dropout=0.5"],
     "trimmed_mean-progressive": ["strategy=trimmed_mean", "strategy.beta=0.4", "schedule=progressive", "rounds=4"],
     "krum-simclr": ["strategy=krum", "num_clients=5"],
     "lw_fedssl": ["regularizer=alignment", "calibration=auxiliary", "method=moco_v3", *STAGES],
-    "fedema-layer-wise-calibrated-start": [
-        "strategy=fedema",
-        "calibration=auxiliary",
-        "calibration.when=start",
-        *STAGES,
-    ],
+    "fedema-layer-wise-calibrated-start": ["strategy=fedema", *AT_START, *STAGES],
     "eua-layer-wise-fedadam-byol": ["strategy=eua", "method=byol", "server_optimizer=fedadam", *STAGES],
     "orchestra": ["method=orchestra", "strategy=fedavg", "rounds=3"],
     "orchestra-layer-wise": ["method=orchestra", "strategy=fedavg", "clients_per_round=2", *STAGES],
@@ -101,6 +87,8 @@ BUFFERED = ["aggregation.buffered=true", "aggregation.min_updates=2", "client_sp
 LORA = ["tuning=lora", "tuning.rank=4", "strategy=fedavg"]
 SPEED = ["client_speed=lognormal", "measure_resources=true", "num_clients=5", "rounds=4"]
 SECAGG = ["secure_aggregation=secagg_plus", "strategy=fedavg", "num_clients=5"]
+FILTER = "aggregation.max_norm_ratio=1.1"
+PRIVATE = ["privacy=central", "strategy=fedavg", "strategy.weighting=uniform", "encoder.norm=group"]
 RAY = ["engine=ray", "num_clients=6", "engine.client_cpus=1"]
 
 FEATURES = {
@@ -117,14 +105,8 @@ FEATURES = {
         *(*SPEED, "clients_per_round=3", "aggregation.over_selection=1", "aggregation.round_deadline=8"),
         *("aggregation.min_updates=1", "aggregation.max_retries=2"),
     ],
-    "eviction-byol": [
-        "method=byol",
-        "strategy=fedu",
-        "client_state.max_bytes=60000",
-        "clients_per_round=2",
-        "rounds=4",
-    ],
-    "eviction-layer-wise": [*("method=byol", "strategy=fedbn", "client_state.max_bytes=60000"), *STAGES],
+    "eviction-byol": ["method=byol", "strategy=fedu", EVICTION, "clients_per_round=2", "rounds=4"],
+    "eviction-layer-wise": ["method=byol", "strategy=fedbn", EVICTION, *STAGES],
     "lora-exact": [*LORA, "tuning.aggregation=exact", "rounds=3"],
     "lora-freeze-a-eua": [*LORA, "strategy=eua", "tuning.aggregation=freeze_a"],
     "lora-l_dawa-vit": [*LORA, "strategy=l_dawa", *VIT, "rounds=3"],
@@ -132,23 +114,14 @@ FEATURES = {
     "lora-stack": [*LORA, "tuning.aggregation=stack", "rounds=3", "clients_per_round=2"],
     "lora-stack-ranks": [*LORA, "tuning.aggregation=stack", "tuning.ranks=[1,2,4]"],
     "lora-svd-ranks": [*LORA, "tuning.aggregation=svd", "tuning.ranks=[1,2,4]", "rounds=3"],
-    "norm-filter-featarc": [
-        *("strategy=featarc", "strategy.num_images=16", "aggregation.max_norm_ratio=1.1", "num_clients=5")
-    ],
-    "norm-filter-krum": ["strategy=krum", "num_clients=6", "aggregation.max_norm_ratio=1.1"],
-    "personalized-fedu": [
-        *("strategy=fedu", "method=byol", "evaluate_personalized=true", "unseen_clients=1", "clients_per_round=2")
-    ],
-    "privacy": [
-        *("privacy=central", "strategy=fedavg", "strategy.weighting=uniform", "encoder.norm=group", "rounds=3")
-    ],
-    "privacy-fedadam-speed": [
-        *(*SPEED, "privacy=central", "strategy=fedavg", "strategy.weighting=uniform", "encoder.norm=group"),
-        "server_optimizer=fedadam",
-    ],
+    "norm-filter-featarc": ["strategy=featarc", "strategy.num_images=16", FILTER, "num_clients=5"],
+    "norm-filter-krum": ["strategy=krum", "num_clients=6", FILTER],
+    "personalized-fedu": [*FEDU, "evaluate_personalized=true", "unseen_clients=1", "clients_per_round=2"],
+    "privacy": [*PRIVATE, "rounds=3"],
+    "privacy-fedadam-speed": [*SPEED, *PRIVATE, "server_optimizer=fedadam"],
     "ray-blocks-l_dawa": RAY,
     "ray-blocks-fedavg-auto": ["engine=ray", "num_clients=9", "strategy=fedavg"],
-    "ray-fedu": [*RAY, "strategy=fedu", "method=byol"],
+    "ray-fedu": [*RAY, *FEDU],
     "ray-speed-buffered": [*SPEED, *BUFFERED, "strategy=fedavg", "engine=ray"],
     "secagg": [*SECAGG, "rounds=3"],
     "secagg-l_dawa-lora": [*SECAGG, "strategy=l_dawa", "strategy.scale_at=client", "tuning=lora", "tuning.rank=2"],

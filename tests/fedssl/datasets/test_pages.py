@@ -93,7 +93,7 @@ def test_pages_instead_of_channels():
             decoding(tiff(np.zeros(shape, np.uint16)))
 
 
-@pytest.mark.parametrize(("bands", "kind", "others"), [(4, "u2", 3), (4, "u1", 3), (2, "u1", 3), (4, "RGBA", 2)])
+@pytest.mark.parametrize(("bands", "kind", "others"), [(4, "u2", 3), (4, "u1", 3), (2, "u1", 4), (4, "RGBA", 2)])
 def test_bands_are_no_opacity_and_opacity_may_be_a_band(bands, kind, others):
     values = RANDOM.integers(0, 65536, (6, 6, bands)).astype("u1" if kind == "RGBA" else kind)
     content = encoded(Image.fromarray(values)) if kind == "RGBA" else tiff(values, **BANDS)
