@@ -61,6 +61,13 @@ def aggregate(aggregator, start, updates):
     return aggregator.finish()
 
 
+def aggregated(rule, *dtype, **options):
+    """The model before a round, its updates, and what the rule makes of them."""
+    start, aggregator = reference(*dtype, **options), rule()
+    updates = clients_near(start)
+    return start, updates, aggregator, aggregate(aggregator, start, updates)
+
+
 def new_products(aggregator, start, updates):
     """The dense product of the strategy for each pair."""
     return {
@@ -77,11 +84,8 @@ def new_products(aggregator, start, updates):
 @pytest.mark.parametrize("fixed_a", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_the_new_products_are_those_of_dense_weights(rule, fixed_a, dtype):
-    start = reference(dtype, fixed_a=fixed_a)
-    updates = clients_near(start)
-    aggregator = rule()
+    start, updates, aggregator, layers = aggregated(rule, dtype, fixed_a=fixed_a)
     assert isinstance(aggregator, LinearAggregator)
-    layers = aggregate(aggregator, start, updates)
     products = new_products(aggregator, start, updates)
     dense_start = GlobalLayers(dense_layers(start.layers, start.pairs))
     dense = aggregate(rule(), dense_start, dense_updates(updates, start.pairs))
@@ -97,10 +101,7 @@ def test_the_new_products_are_those_of_dense_weights(rule, fixed_a, dtype):
 @every_linear_rule
 def test_the_new_factors_are_the_same_combinations(rule):
     # B' has the coefficients of the strategy. So has A', except that it is not scaled by cosines.
-    start = reference()
-    updates = clients_near(start)
-    aggregator = rule()
-    layers = aggregate(aggregator, start, updates)
+    start, updates, aggregator, layers = aggregated(rule)
     for name in start.products:
         combination = aggregator.combination(name)
         expected = combination.initial * start.layers[name] + sum(
@@ -112,10 +113,7 @@ def test_the_new_factors_are_the_same_combinations(rule):
 @every_linear_rule
 def test_exact_and_stacked_weights_against_dense_ones(rule):
     # W + s B A for all modes: of the clients' W + P_k, with P' from the test above.
-    start = reference()
-    updates = clients_near(start)
-    aggregator = rule()
-    layers = aggregate(aggregator, start, updates)
+    start, updates, aggregator, layers = aggregated(rule)
     random = np.random.default_rng(5)
     for name, pair in start.products.items():
         initial = start.product(name, start.layers)

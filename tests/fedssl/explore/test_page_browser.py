@@ -22,6 +22,11 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.fixture
+def page(open_page: OpenPage, file: Path) -> Page:
+    return open_page(file.as_uri())
+
+
 def place_of(page: Page, row: int) -> tuple[float, float]:
     left, top = page.evaluate("(({ x, y }) => [x + map.clientLeft, y + map.clientTop])(map.getBoundingClientRect())")
     x, y = page.evaluate(f"[screenX({row}), screenY({row})]")
@@ -66,8 +71,7 @@ def test_colors_have_the_contrast_of_graphics(open_page: OpenPage, file: Path, d
     assert len(ratios) == 12
 
 
-def test_a_click_on_the_map_selects_its_image(open_page: OpenPage, file: Path):
-    page = open_page(file.as_uri())
+def test_a_click_on_the_map_selects_its_image(page: Page):
     page.page.locator("#thumbs").uncheck()
     nearest = page.evaluate("rowAt(screenX(7), screenY(7))")
     page.page.mouse.click(*place_of(page, 7))
@@ -81,8 +85,7 @@ def test_a_click_on_the_map_selects_its_image(open_page: OpenPage, file: Path):
     assert page.evaluate("current") == page.evaluate(f"neighbors[{nearest * 10 + 3}]")
 
 
-def test_drag_wheel_and_buttons_move_the_map(open_page: OpenPage, file: Path):
-    page = open_page(file.as_uri())
+def test_drag_wheel_and_buttons_move_the_map(page: Page):
     x, y = place_of(page, 7)
     page.page.mouse.move(x, y)
     page.page.mouse.wheel(0, -500)
@@ -97,8 +100,7 @@ def test_drag_wheel_and_buttons_move_the_map(open_page: OpenPage, file: Path):
     assert page.evaluate("[camera.x, camera.y, camera.scale]") == [0, 0, 1]
 
 
-def test_keys_reach_every_function(open_page: OpenPage, file: Path):
-    page = open_page(file.as_uri())
+def test_keys_reach_every_function(page: Page):
     page.page.locator("#map").focus()
     assert page.evaluate("getComputedStyle(map).outlineStyle") == "solid"
     page.page.keyboard.press("ArrowRight")
@@ -126,8 +128,7 @@ def test_keys_reach_every_function(open_page: OpenPage, file: Path):
     assert page.evaluate("document.activeElement.dataset.row") == "2"
 
 
-def test_the_selection_is_downloaded_as_csv(open_page: OpenPage, file: Path, tmp_path: Path):
-    page = open_page(file.as_uri())
+def test_the_selection_is_downloaded_as_csv(page: Page, tmp_path: Path):
     page.page.locator("#search").fill("folder/1")
     page.page.locator("#add").click()
     page.evaluate("toggle(0)")
@@ -148,8 +149,7 @@ def test_the_selection_is_downloaded_as_csv(open_page: OpenPage, file: Path, tmp
     assert page.messages == []
 
 
-def test_search_and_legend_restrict_all_views(open_page: OpenPage, file: Path):
-    page = open_page(file.as_uri())
+def test_search_and_legend_restrict_all_views(page: Page):
     page.page.locator("#search").fill("CAT folder/1")
     count = page.evaluate("shown.reduce((one, other) => one + other)")
     assert 0 < count < 20
@@ -166,8 +166,7 @@ def test_search_and_legend_restrict_all_views(open_page: OpenPage, file: Path):
     assert page.page.locator("#legend button").count() == 3
 
 
-def test_a_box_selects_the_images_in_it(open_page: OpenPage, file: Path):
-    page = open_page(file.as_uri())
+def test_a_box_selects_the_images_in_it(page: Page):
     page.page.locator("#boxed").click()
     left, top = page.evaluate("(({ x, y }) => [x, y])(map.getBoundingClientRect())")
     page.page.mouse.move(left + 2, top + 2)
@@ -181,8 +180,7 @@ def test_a_box_selects_the_images_in_it(open_page: OpenPage, file: Path):
     assert 0 < len(expected) < 150
 
 
-def test_views_list_clusters_duplicates_and_outliers(open_page: OpenPage, file: Path):
-    page = open_page(file.as_uri())
+def test_views_list_clusters_duplicates_and_outliers(page: Page):
     page.page.locator("[data-view=clusters]").click()
     titles = page.page.locator("#gallery h3").all_inner_texts()
     assert titles[:2] == ["Cluster 1: 51 images, the most typical", "Cluster 1, the least typical"]
@@ -201,8 +199,7 @@ def test_views_list_clusters_duplicates_and_outliers(open_page: OpenPage, file: 
     assert text(page, "place") == "Page 2 of 3"
 
 
-def test_thumbnails_are_those_of_their_images(open_page: OpenPage, file: Path):
-    page = open_page(file.as_uri())
+def test_thumbnails_are_those_of_their_images(page: Page):
     page.wait_until("sheets.every(Boolean)")
     page.page.locator("[data-view=outliers]").click()
     page.page.locator("#search").fill("folder/77.png")

@@ -127,28 +127,25 @@ def test_batches_of_another_size_are_captured_by_themselves(monkeypatch):
     assert recorded.is_like(plain)
 
 
-def test_a_kind_twice_as_frequent_replaces_another(monkeypatch):
-    """With room for one: A is captured in its 4th step, B in its 9th, which is the first above twice 4."""
+@pytest.mark.parametrize(
+    ("sizes", "constants", "expected"),
+    [
+        # Images of kind A and of kind B: A is captured in its 4th step, B in its 9th, the first above twice 4.
+        ([4] * 4 + [5] * 10 + [4], [()] * 15, [0, 0, 0, 1, *[1] * 8, 2, 2, 2]),
+        # A constant that changes every 5 steps: the 4th step of every round is captured.
+        ([4] * 15, [(1,)] * 5 + [(2,)] * 5 + [(3,)] * 5, [0, 0, 0, *[1] * 5, *[2] * 5, 3, 3]),
+    ],
+    ids=["a kind twice as frequent", "steps of later rounds"],
+)
+def test_with_room_for_one_another_step_replaces_it(monkeypatch, sizes, constants, expected):
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 1)
     recorder = Recorder()
     client = Client(record=recorder)
     captured_at = []
-    for size in [4] * 4 + [5] * 10 + [4]:  # A has 4 images and B 5
-        client.training.graphs.run(lambda views: views[0].images.sum(), client.views(size))
+    for size, constant in zip(sizes, constants, strict=True):
+        client.training.graphs.run(lambda views: views[0].images.sum(), client.views(size), constants=constant)
         captured_at.append(recorder.recorded)
-    assert captured_at == [0, 0, 0, 1, *[1] * 8, 2, 2, 2]
-
-
-def test_steps_of_earlier_rounds_are_replaced_first(monkeypatch):
-    """With room for one and a constant that changes every 5 steps, the 4th step of every round is captured."""
-    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 1)
-    recorder = Recorder()
-    client = Client(record=recorder)
-    captured_at = []
-    for number in [1] * 5 + [2] * 5 + [3] * 5:
-        client.training.graphs.run(lambda views: views[0].images.sum(), client.views(), constants=(number,))
-        captured_at.append(recorder.recorded)
-    assert captured_at == [0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3]
+    assert captured_at == expected
 
 
 @pytest.mark.parametrize(("method", "schedule"), [("simclr", "layer_wise"), ("byol", "progressive")])
