@@ -18,11 +18,8 @@ RENDERED += ("strategies/test_gossip.py", "strategies/test_topology.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--cifar10",
-        metavar="PATH",
-        help="CIFAR-10, as dataset.path takes it: read it, and train every method on it (40 CPU minutes)",
-    )
+    help_ = "CIFAR-10, as dataset.path takes it: read it, and train every method on it (40 CPU minutes)"
+    parser.addoption("--cifar10", metavar="PATH", help=help_)
     parser.addoption("--heavy", action="store_true", help="run tests that are marked heavy too")
     parser.addoption("--record-digests", action="store_true", help="store these digests (test_digests.py, -n 0)")
     parser.addoption(

@@ -33,10 +33,8 @@ SETTINGS = {
     "adam": ["optimizer=adam"],
     "adamw": ["optimizer=adamw", "precision=bf16"],
     **{f"regularizer {name}": [f"regularizer={name}"] for name in ("alignment", "decorr", "fur", "prox")},
-    **{
-        name: [f"strategy={name}", "method=byol"]
-        for name in ("eua", "euc", "fedbn", "fedema", "fedu", "gossip", "l_dawa_fedu", "local_only")
-    },
+    **{name: [f"strategy={name}", "method=byol"] for name in ("eua", "euc", "fedbn", "fedema", "fedu", "gossip")},
+    **{name: [f"strategy={name}", "method=byol"] for name in ("l_dawa_fedu", "local_only")},
     "wire": ["wire_dtype=int8"],
     "server optimizer": ["server_optimizer=fedadam"],
 }

@@ -39,10 +39,8 @@ DEFAULT = ("distillation", "fedca", "mae", "supervised", "swav")
 def moco(*, depth=2, size=4, width=4, heads=2, hidden_dim=8):
     torch.manual_seed(0)
     encoder = vit_tiny(channels=1, size=size, patch=2, depth=depth, width=width, heads=heads, pool="mean")
-    projector, predictor = (
-        partial(MLP, hidden_dim=hidden_dim, out_dim=4),
-        partial(MLP, hidden_dim=hidden_dim, out_dim=4, num_layers=1),
-    )
+    head = partial(MLP, hidden_dim=hidden_dim, out_dim=4)
+    projector, predictor = head, partial(head, num_layers=1)
     return MoCoV3(encoder, projector=projector, predictor=predictor, temperature=0.2, ema_decay=0.9)
 
 

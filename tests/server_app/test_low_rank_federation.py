@@ -128,15 +128,11 @@ def test_clients_of_different_ranks(tmp_path, aggregation):
     federated.run(2)
     assert not federated.report.dropped
     for plan, update in zip(federated.plans, federated.updates, strict=True):
-        sent, received = (
-            {name: array.shape for name, array in content.array_records[ARRAYS].items() if "lora" in name}
-            for content in (update, plan)
-        )
+        records = (content.array_records[ARRAYS].items() for content in (update, plan))
+        sent, received = ({name: array.shape for name, array in record if "lora" in name} for record in records)
         assert sent == received
-    ranks = [
-        {array.shape[0] for name, array in plan.array_records[ARRAYS].items() if name.endswith("lora_A")}
-        for plan in federated.plans
-    ]
+    records = [plan.array_records[ARRAYS].items() for plan in federated.plans]
+    ranks = [{array.shape[0] for name, array in record if name.endswith("lora_A")} for record in records]
     assert ranks == [{1}, {2}, {1}, {2}] * 2
     small, large, *_ = federated.report.clients
     assert small.bytes_up < large.bytes_up

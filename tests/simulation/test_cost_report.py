@@ -75,10 +75,10 @@ def test_jobs_that_cost_the_same_share_a_row(tmp_path, monkeypatch, capsys, meas
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("cores", "memory", "limit", "expected"),
-    [(8, None, None, 3), (8, 10e9, None, 2), (5, None, None, 2), (9, None, 1, 1)],
-)
+CASES = [(8, None, None, 3), (8, 10e9, None, 2), (5, None, None, 2), (9, None, 1, 1)]
+
+
+@pytest.mark.parametrize(("cores", "memory", "limit", "expected"), CASES)
 def test_concurrent_jobs_need_cores_and_memory(monkeypatch, cores, memory, limit, expected):
     """Three jobs with two cores and 3 GB each; Ray has 70% of 10 GB."""
     monkeypatch.setattr(cost_report, "available_cores", lambda: cores)

@@ -19,10 +19,8 @@ def make_run(folder, *, rounds=2, status=None, knn=0.5, rankme=3.0):
     folder.mkdir()
     (folder / "run.log").touch()
     (folder / "config.yaml").write_text("rounds: 8\n")
-    lines = [
-        {"round": round, "evaluation": {"knn": knn}, "health": {"global": {"effective_rank": rankme}}}
-        for round in range(1, rounds + 1)
-    ]
+    health = {"global": {"effective_rank": rankme}}
+    lines = [{"round": round, "evaluation": {"knn": knn}, "health": health} for round in range(1, rounds + 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if status is not None:
         summary = {"status": status, "reason": f"{status} after round {rounds} of 8", "overrides": [], "rounds": rounds}

@@ -32,10 +32,8 @@ def test_the_chosen_clients_by_hand():
 
 def krum_slowly(start, updates, *, malicious, select):
     """Krum as it is defined, in float64, on the weights."""
-    models = [
-        np.concatenate([update.layers[name].astype(float).ravel() for name in start if is_weight(name, start[name])])
-        for update in updates
-    ]
+    weights = [name for name in start if is_weight(name, start[name])]
+    models = [np.concatenate([one.layers[name].astype(float).ravel() for name in weights]) for one in updates]
     sums = []
     for k, own in enumerate(models):
         distances = sorted(np.sum((own - other) ** 2) for j, other in enumerate(models) if j != k)
@@ -98,10 +96,8 @@ def test_scores_are_exact_where_clients_are_nearly_the_same():
     random = np.random.default_rng(0)
     start = {"fc.weight": random.standard_normal((300, 400)).astype(np.float32)}
     step = random.standard_normal((300, 400))
-    clients = [
-        update(k, **{"fc.weight": start["fc.weight"].astype(float) + step * (1 + 1e-6 * random.standard_normal())})
-        for k in range(6)
-    ]
+    moves = [start["fc.weight"].astype(float) + step * (1 + 1e-6 * random.standard_normal()) for _ in range(6)]
+    clients = [update(k, **{"fc.weight": moved}) for k, moved in enumerate(moves)]
     start = {name: array.astype(float) for name, array in start.items()}
     models = [client.layers["fc.weight"] for client in clients]
     gram = deviation_gram(GlobalLayers(start), in_memory([client.layers for client in clients]), exact=True)

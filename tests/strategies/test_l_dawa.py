@@ -46,10 +46,8 @@ def test_buffers_and_counters_by_hand():
     # running_var goes (3, 4) -> (4, 3), cosine 0.96, and (3, 4), cosine 1; the weight, [1] -> [-1] and [1], gives the
     # model cosines -1 and 1. Counter: (10 + 3 * 13) / 4 = 12.25.
     start = {"bn.weight": np.ones(1), "bn.running_var": np.array([3.0, 4.0]), "bn.num_batches_tracked": np.array(7)}
-    clients = [
-        update(0, {**start, "bn.weight": -np.ones(1), "bn.running_var": np.array([4.0, 3.0])}, num_examples=1),
-        update(1, start, num_examples=3),
-    ]
+    turned = {**start, "bn.weight": -np.ones(1), "bn.running_var": np.array([4.0, 3.0])}
+    clients = [update(0, turned, num_examples=1), update(1, start, num_examples=3)]
     for client, counter in zip(clients, (10, 13), strict=True):
         client.layers["bn.num_batches_tracked"] = np.array(counter)
     for rule, variance in (

@@ -14,10 +14,8 @@ def test_l_dawa_fedu_is_eq_5_on_the_server():
     method, strategy = make_byol(), LDAWAFedU()
     assert strategy.describe_communication(method).required_metrics == (NUM_EXAMPLES,)
     layers = some_layers(method, 0)
-    updates = [
-        ClientUpdate(layers=some_layers(method, client + 1), partition_id=client, num_examples=10 + client)
-        for client in range(3)
-    ]
+    sent = [some_layers(method, client + 1) for client in range(3)]
+    updates = [ClientUpdate(layers=x, partition_id=client, num_examples=10 + client) for client, x in enumerate(sent)]
     reference, rule = GlobalLayers(layers), strategy.server.aggregator(1)
     rule.start(reference)
     for update in updates:

@@ -256,10 +256,8 @@ def test_euc_defers_both_factors_together():
 def test_consensus_is_measured_on_products():
     start = reference()
     models = [one.layers for one in clients_near(start, 4)]
-    dense = [
-        np.concatenate([array.ravel() for name, array in dense_layers(layers, start.pairs).items() if "_" not in name])
-        for layers in models
-    ]
+    weights = [dense_layers(layers, start.pairs) for layers in models]
+    dense = [np.concatenate([array.ravel() for name, array in one.items() if "_" not in name]) for one in weights]
     mean = np.mean(dense, axis=0)
     expected = np.sqrt(np.mean([((one - mean) ** 2).sum() for one in dense]) / (mean**2).sum())
     assert consensus_distance([start.with_layers(layers) for layers in models]) == pytest.approx(expected, rel=1e-10)

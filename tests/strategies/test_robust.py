@@ -134,19 +134,17 @@ def test_trimming_needs_a_client_to_trim(beta):
         check_rules([TrimmedMean(beta=beta).problem], context)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "rule"),
-    [("median", Median, median), ("trimmed_mean", TrimmedMean, trimmed_mean), ("krum", Krum, krum)],
-)
+KINDS = [("median", Median, median), ("trimmed_mean", TrimmedMean, trimmed_mean), ("krum", Krum, krum)]
+
+
+@pytest.mark.parametrize(("name", "kind", "rule"), KINDS)
 def test_a_round_applies_the_rule_and_leaves_flowers_log_silent(tmp_path, caplog, name, kind, rule):
     caplog.set_level(logging.DEBUG, "flwr")
     federation = Federation(tmp_path, f"strategy={name}", "strategy.reported_metrics=[]", "num_clients=5")
     start = federation.layers
     result = federation.run(1)
-    updates = [
-        ClientUpdate.from_content(content, row.client)
-        for content, row in zip(federation.updates, federation.report.clients, strict=True)
-    ]
+    pairs = zip(federation.updates, federation.report.clients, strict=True)
+    updates = [ClientUpdate.from_content(content, row.client) for content, row in pairs]
     assert type(federation.strategy) is kind
     assert same(result, rule(start, updates))
     assert all(not content["metrics"] for content in federation.updates)

@@ -117,10 +117,10 @@ def test_inputs_are_not_changed_and_may_be_read_only(rule):
 def test_the_number_of_threads_changes_nothing():
     random = np.random.default_rng(0)
     start = {f"fc{i}.weight": random.standard_normal((600, 1000), np.float32) for i in range(6)}  # 3.6 M: 4 threads
-    updates = [
-        update(client, {name: array + random.standard_normal(array.shape, np.float32) for name, array in start.items()})
-        for client in range(3)
-    ]
+    updates = []
+    for client in range(3):
+        moved = {name: array + random.standard_normal(array.shape, "f4") for name, array in start.items()}
+        updates.append(update(client, moved))
     before = torch.get_num_threads()
     try:
         results = []

@@ -96,10 +96,8 @@ def test_multi_block_targets_are_rectangles_outside_of_the_context(grid):
 def test_views_have_masks_that_depend_on_the_generator_alone(kind):
     images = random_images(9, 3, 16, 16)
     make = augmentation({"mask": {"kind": kind, "patch": 2}}, {})
-    sampled = [
-        list(make.sample_params([5, 4], image_shape=(3, 16, 16), device=torch.device("cpu"), generator=generator(seed)))
-        for seed in (0, 0, 1)
-    ]
+    draw = partial(make.sample_params, [5, 4], image_shape=(3, 16, 16), device=torch.device("cpu"))
+    sampled = [list(draw(generator=generator(seed))) for seed in (0, 0, 1)]
     for one, other in zip(sampled[0], sampled[1], strict=True):
         assert one.masks[1] is None
         assert torch.equal(one.masks[0].hidden, other.masks[0].hidden)

@@ -40,11 +40,8 @@ def test_intervals_that_repeat_and_pass_midnight():
 def test_they_equal_a_search_over_all_repetitions(bounds, period, time):
     bounds = sorted(bounds)
     intervals = list(zip(bounds[::2], bounds[1::2], strict=False))
-    repeated = [
-        (start + number * (period or 0), end + number * (period or 0))
-        for number in (range(20) if period else [0])
-        for start, end in intervals
-    ]
+    numbers = range(20) if period else [0]
+    repeated = [(start + n * (period or 0), end + n * (period or 0)) for n in numbers for start, end in intervals]
     times = online_times(intervals, period=period)
     assert times.online_until(time) == next((end for start, end in repeated if start <= time < end), None)
     assert times.next_start(time) == next((start for start, _ in repeated if start > time), math.inf)

@@ -171,10 +171,10 @@ def test_a_fifth_of_every_class_is_held_out(tmp_path: Path) -> None:
         assert (image_data.images[:][:, 0, 0, 0] // 10).tolist() == image_data.owners.tolist()
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    ["{train,val}/*/*.png", "{train,val}", "{train,val}/{cat,dog}/{1..2}.png", "{train/{cat,dog},val/*}/*.png"],
-)
+PATTERNS = ["{train,val}/*/*.png", "{train,val}", "{train,val}/{cat,dog}/{1..2}.png", "{train/{cat,dog},val/*}/*.png"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_braces_stand_for_several_patterns(tmp_path: Path, pattern: str) -> None:
     """As in shells and in WebDataset. The folder of the data set has the characters of a pattern."""
     root = tmp_path / "data [1] {a}"

@@ -42,10 +42,8 @@ def test_a_folder_of_16_bits_is_logged_once(tmp_path: Path, caplog: pytest.LogCa
         (tmp_path / "files").mkdir(exist_ok=True)
         (tmp_path / "files" / f"{number}.png").write_bytes(ramp(4095))
     pq.write_table(pa.table({"image": [ramp(4095)] * 3, "label": [0, 1, 1]}), tmp_path / "train.parquet")
-    for data in (
-        settings_of("folder", path=str(tmp_path / "files"), size=8),
-        settings_of("cifar10", path=str(tmp_path), image="image", size=8),
-    ):
+    of_table = settings_of("cifar10", path=str(tmp_path), image="image", size=8)
+    for data in (settings_of("folder", path=str(tmp_path / "files"), size=8), of_table):
         for again in (False, True):
             caplog.clear()
             base.forget_images()

@@ -51,10 +51,7 @@ def columns(folder: Path) -> dict[str, pa.Array]:
         "paths": pa.array([{"bytes": None, "path": path} for path in absolute], STRUCT),
         "only paths": pa.array([{"path": path} for path in relative]),
         "only bytes": pa.array([{"bytes": content} for content in PNGS]),
-        "mixed": pa.array(
-            [{"bytes": PNGS[0], "path": "no"}, {"bytes": None, "path": relative[1]}, {"bytes": PNGS[2], "path": None}],
-            STRUCT,
-        ),
+        "mixed": pa.array([{"bytes": PNGS[0], "path": "no"}, {"path": relative[1]}, {"bytes": PNGS[2]}], STRUCT),
     }
 
 

@@ -97,10 +97,8 @@ def test_backends_agree_on_scaled_values(tmp_path: Path, settings: dict[str, Any
     (tmp_path / "photos").mkdir()
     for number, values in enumerate(np.random.default_rng(0).integers(0, 4096, (3, 9, 9)).astype(np.uint16)):
         Image.fromarray(values).save(tmp_path / "photos" / f"{number}.png")
-    first, second = (
-        embed_path(load_embedder(file, device="cpu", backend=backend), tmp_path / "photos")
-        for backend in ("torch", "onnx")
-    )
+    embedders = (load_embedder(file, device="cpu", backend=backend) for backend in ("torch", "onnx"))
+    first, second = (embed_path(embedder, tmp_path / "photos") for embedder in embedders)
     loaded = load_encoder(file)
     with torch.no_grad():
         expected = loaded(loaded.preprocess([tmp_path / "photos" / name for name in first.names])).numpy()

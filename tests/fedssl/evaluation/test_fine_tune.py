@@ -76,10 +76,8 @@ def test_a_copy_of_the_encoder_is_trained():
 
 def test_the_encoder_learns_as_well():
     """The sum of both halves is the same for both classes until the encoder learns different weights."""
-    frozen, trained = (
-        evaluate(protocol(encoder_lr=lr, shares=[1.0], draws=1, epochs=30), halves(Sum(1.0, 1.0), 60), seed=0)
-        for lr in (0.0, 0.3)
-    )
+    protocols = (protocol(encoder_lr=lr, shares=[1.0], draws=1, epochs=30) for lr in (0.0, 0.3))
+    frozen, trained = (evaluate(one, halves(Sum(1.0, 1.0), 60), seed=0) for one in protocols)
     assert frozen["fine_tune_100_percent"].value < 0.7
     assert trained["fine_tune_100_percent"].value > 0.9
 

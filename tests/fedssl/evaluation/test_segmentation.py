@@ -98,10 +98,8 @@ def test_both_sides_are_found_from_folders_and_columns(tmp_path: Path):
     assert scores["segmentation_pixel_accuracy"].value > 0.8
     for split in ("train", "test"):
         scenes = [scene(seed) for seed in range(6)]
-        rows = [
-            {"image": {"bytes": png(Image.fromarray(image))}, "mask": {"bytes": png(Image.fromarray(mask))}}
-            for image, mask in scenes
-        ]
+        scenes = [(png(Image.fromarray(image)), png(Image.fromarray(mask))) for image, mask in scenes]
+        rows = [{"image": {"bytes": image}, "mask": {"bytes": mask}} for image, mask in scenes]
         (tmp_path / "table").mkdir(exist_ok=True)
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "table" / f"{split}.parquet")
     of_table = subject_of(tmp_path / "table", image="image")

@@ -44,10 +44,8 @@ def call(running, monkeypatch, capsys):
 def test_a_device_joins_with_a_kit_and_leaves(running, call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     server = f"127.0.0.1:{running.public}"
-    assert call(cli, "list") == (
-        0,
-        "no device is registered; create a kit with fedssl-fleet invite, or register a key with fedssl-fleet add\n",
-    )
+    hint = "create a kit with fedssl-fleet invite, or register a key with fedssl-fleet add"
+    assert call(cli, "list") == (0, f"no device is registered; {hint}\n")
     status, text = call(cli, "invite", "garden", "--server", server)
     assert status == 0
     assert "fedssl-fleet add garden garden.pub" in text
@@ -151,10 +149,8 @@ def test_what_a_device_rejects(arguments, sentence, tmp_path, call):
 
 def test_a_report_joins_the_files_of_a_run(tmp_path):
     versions = {"flwr": "1.41.0", "torch": "2.15.0"}
-    devices = {
-        "garden": {"node": 5, "images": 9, "versions": versions},
-        "shed": {"node": 7, "images": 3, "free disk": 812, "versions": {}},
-    }
+    devices = {"garden": {"node": 5, "images": 9, "versions": versions}}
+    devices["shed"] = {"node": 7, "images": 3, "free disk": 812, "versions": {}}
     fleet = {"devices": devices, "rejected": {"8": "has no images"}, "training": [5], "late": [5]}
     (tmp_path / "fleet.json").write_text(json.dumps(fleet))
     (tmp_path / "devices.json").write_text(json.dumps({"garden": 0}))

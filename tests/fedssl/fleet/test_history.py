@@ -10,10 +10,8 @@ from tests.devices import SMALL, Devices, context, run_server_app, write_images
 def test_training_refusals_and_encoders_are_recorded_and_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
     (tmp_path / "limits.yaml").write_text("max_rounds_per_day: 2\n")
-    made = [
-        context(data_path=write_images(tmp_path / name, 9), client_name=name, state_path=tmp_path / "states" / name)
-        for name in "ab"
-    ]
+    places = {name: {"data_path": write_images(tmp_path / name, 9), "client_name": name} for name in "ab"}
+    made = [context(**place, state_path=tmp_path / "states" / name) for name, place in places.items()]
     made[1].node_config["limits"] = str(tmp_path / "limits.yaml")
     overrides = ["engine=deployment", "engine.address=10.0.0.1:1", "engine.root_certificates=x", *SMALL]
     overrides += ["rounds=3", "num_clients=2", "aggregation.min_updates=1", f"output_dir={tmp_path / 'run'}"]

@@ -58,18 +58,14 @@ def test_alerts(thresholds, alerts):
 def test_a_full_disk_is_an_alert():
     devices = [DEVICES[0] | {"free MB": 400}, DEVICES[1] | {"free MB": None}]
     found = find_alerts(devices, Thresholds(min_megabytes=500), NOW, free_disk=499)
-    assert found == [
-        "device garden has 400 MB of free disk space, less than 500",
-        "the run folder has 499 MB of free disk space, less than 500",
-    ]
+    places = {"device garden": 400, "the run folder": 499}
+    assert found == [f"{place} has {mb} MB of free disk space, less than 500" for place, mb in places.items()]
     assert find_alerts(devices, Thresholds(min_megabytes=400), NOW, free_disk=400) == []
 
 
 def test_training_late_and_rejected_devices_are_online():
-    devices = [
-        DEVICES[0] | {"status": status, "last error": ""}
-        for status in ("training", "late", "rejected", "offline", "registered")
-    ]
+    statuses = ("training", "late", "rejected", "offline", "registered")
+    devices = [DEVICES[0] | {"status": status, "last error": ""} for status in statuses]
     assert find_alerts(devices, Thresholds(min_devices=4), NOW)[0] == "3 devices are online, fewer than 4"
     metrics = as_metrics(make_view(devices, None, Thresholds(), NOW)).splitlines()
     label = 'name="garden",node="5"'

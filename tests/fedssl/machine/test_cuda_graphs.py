@@ -53,11 +53,8 @@ class Client:
             self.method.start_round(first=self.rounds == 0 or depth is not None)
             self.training.reset_optimizer(lr_factor=0.5**self.rounds)
             rows, generator = torch.arange(num_images), torch_generator(*seed_path)
-            self.losses.append(
-                train(
-                    self.method, TensorImages(images), rows, training=self.training, generator=generator, labels=labels
-                ).loss
-            )
+            own = {"training": self.training, "generator": generator, "labels": labels}
+            self.losses.append(train(self.method, TensorImages(images), rows, **own).loss)
             self.method.end_round()
         self.rounds += 1
 

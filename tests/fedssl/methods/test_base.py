@@ -185,10 +185,10 @@ def widths(head: MLP) -> str:
     return " ".join([*map(str, numbers), *["n"] * isinstance(head[-1], nn.BatchNorm1d)])
 
 
-@pytest.mark.parametrize(
-    "name",
-    some(PAPERS, default=("l_dawa/simclr", "fedu/byol", "dec_ssl/simsiam", "lw_fedssl/moco_v3", "original/dino")),
-)
+DEFAULT_PAPERS = ("l_dawa/simclr", "fedu/byol", "dec_ssl/simsiam", "lw_fedssl/moco_v3", "original/dino")
+
+
+@pytest.mark.parametrize("name", some(PAPERS, default=DEFAULT_PAPERS))
 def test_the_heads_of_papers(name: str) -> None:
     projector, predictor, numbers = PAPERS[name]
     masked = MASKED.get(name.rpartition("/")[2])

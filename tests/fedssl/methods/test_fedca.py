@@ -68,10 +68,8 @@ def test_the_loss_has_both_terms():
         h = method.encoder(both)
         z1, z2 = method.projector(h).double().chunk(2)
         teacher_features = method.teacher(both)
-    expected = (
-        slow_nt_xent(z1, z2, 0.5, method.dictionary[:2].double())
-        + 0.25 * teacher_distance(h.double(), teacher_features.double()).item()
-    )
+    of_teacher = teacher_distance(h.double(), teacher_features.double()).item()
+    expected = slow_nt_xent(z1, z2, 0.5, method.dictionary[:2].double()) + 0.25 * of_teacher
     assert result.item() == pytest.approx(expected, rel=1e-5)
     result.backward()
     assert all((value.grad is None) == name.startswith("teacher.") for name, value in method.named_parameters())

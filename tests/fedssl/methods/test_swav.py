@@ -90,10 +90,8 @@ def test_prototypes_have_unit_length_before_each_step():
     assert (method.prototypes.weight - before).abs().max() > 1e-4
 
 
-OPTIMIZERS = {
-    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
-    "adam": partial(torch.optim.Adam, lr=0.1, weight_decay=0.1),
-}
+OPTIMIZERS = {"sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)}
+OPTIMIZERS["adam"] = partial(torch.optim.Adam, lr=0.1, weight_decay=0.1)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

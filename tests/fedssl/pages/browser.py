@@ -46,11 +46,8 @@ class Page:
     """A page in a browser window, with its console messages and requests."""
 
     def __init__(self, browser: "Browser", address: str, *, width: int, dark: bool, scripts: bool) -> None:
-        self.page = browser.new_page(
-            viewport={"width": width, "height": 900},
-            color_scheme="dark" if dark else "light",
-            java_script_enabled=scripts,
-        )
+        look = {"viewport": {"width": width, "height": 900}, "color_scheme": "dark" if dark else "light"}
+        self.page = browser.new_page(**look, java_script_enabled=scripts)
         self.width, self.dark = width, dark
         self.messages: list[str] = []
         self.requests: list[str] = []

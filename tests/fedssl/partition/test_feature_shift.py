@@ -29,11 +29,8 @@ def slow_blur(image: np.ndarray, sigma: float, radius: int) -> np.ndarray:
     """Sum over a window of normalized weights exp(-(i^2 + j^2) / (2 sigma^2)); borders are mirrored."""
     height, width = image.shape
     result = np.zeros_like(image)
-    weights = {
-        (i, j): math.exp(-(i * i + j * j) / (2 * sigma**2))
-        for i in range(-radius, radius + 1)
-        for j in range(-radius, radius + 1)
-    }
+    steps = range(-radius, radius + 1)
+    weights = {(i, j): math.exp(-(i * i + j * j) / (2 * sigma**2)) for i in steps for j in steps}
 
     def mirrored(place: int, size: int) -> int:
         return -place if place < 0 else 2 * (size - 1) - place if place >= size else place

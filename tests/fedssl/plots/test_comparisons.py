@@ -131,10 +131,8 @@ def test_baselines_are_lines_in_gray_or_the_color_of_runs(tmp_path: Path):
         data = plot_accuracy(runs)
         assert data is not None
         axes = [axis.lines for axis in data.figure.axes]
-        found = [
-            {(x.get_linestyle(), x.get_ydata()[0], x.get_color()) for x in of if len({*x.get_ydata()}) == 1}
-            for of in axes
-        ]
+        constant = [[x for x in of if len({*x.get_ydata()}) == 1] for of in axes]
+        found = [{(x.get_linestyle(), x.get_ydata()[0], x.get_color()) for x in of} for of in constant]
         assert found == [found[0]] * 3  # over rounds, bytes and FLOPs
         shown = [text.get_text() for text in data.figure.legends[0].get_texts()]
         assert ("raw pixels" in shown) == ("untrained encoder" in shown) == bool(found[0])

@@ -36,10 +36,8 @@ def made(folder: Path, *overrides: str, rounds: dict[int, tuple[float, float]], 
 
 def test_points_by_hand(tmp_path: Path) -> None:
     """Round 1: 0.4 and 0.6 have the mean 0.5 and the deviation sqrt(2 x 0.1^2). Only the first run has round 2."""
-    runs = [
-        made(tmp_path / "0", rounds={1: (0.4, 0.8), 2: (0.5, 0.7)}),
-        made(tmp_path / "1", rounds={1: (0.6, 0.8), 3: (0.9, 0.1)}, first=(0.4, 0.9)),
-    ]
+    runs = [made(tmp_path / "0", rounds={1: (0.4, 0.8), 2: (0.5, 0.7)})]
+    runs += [made(tmp_path / "1", rounds={1: (0.6, 0.8), 3: (0.9, 0.1)}, first=(0.4, 0.9))]
     values = [accuracies_by_round(run) for run in runs]
     expected = [(0.2, 0.9), (0.4, 0.8), (0.5, 0.7)]
     assert values[0] == {seed: {"knn": one, "knn@source": other} for seed, (one, other) in enumerate(expected)}

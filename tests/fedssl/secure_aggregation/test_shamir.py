@@ -71,12 +71,8 @@ def test_fewer_shares_than_the_threshold_fit_every_secret():
                 y = times(times(y, 4 ^ z), power(x ^ z))
         value ^= y
     padded = (4).to_bytes(4, "little") + value.to_bytes(16, "big")
-    assert (
-        SecretSharing.Shamir.combine(
-            [(int.from_bytes(share[:4], "little"), share[4:]) for share in [*shares, padded]], ssss=False
-        )
-        == other
-    )
+    parts = [(int.from_bytes(share[:4], "little"), share[4:]) for share in [*shares, padded]]
+    assert SecretSharing.Shamir.combine(parts, ssss=False) == other
 
 
 def power(element):

@@ -16,10 +16,8 @@ from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import Array, arrays_to_record, content_bytes, read_array, record_to_arrays
 from tests.arrays import same
 
-LAYERS = {
-    "encoder.conv.weight": np.arange(12, dtype=np.float32).reshape(3, 2, 2),
-    "encoder.bn.num_batches_tracked": np.array(7, dtype=np.int64),
-}
+KERNEL = np.arange(12, dtype=np.float32).reshape(3, 2, 2)
+LAYERS = {"encoder.conv.weight": KERNEL, "encoder.bn.num_batches_tracked": np.array(7, dtype=np.int64)}
 PLAN = TrainPlan(
     round=3,
     layers=LAYERS,

@@ -29,10 +29,8 @@ def test_patience():
 
 def test_least():
     # 0.25 above 0.5 is not more than 0.25; steps that are too small add up, for the best stays 0.5: 0.875 counts.
-    assert ends([0.5, 0.75, 0.75], patience=2, min_delta=0.25) == (
-        6,
-        "knn did not improve by more than 0.25 in 2 evaluations after round 2",
-    )
+    reason = "knn did not improve by more than 0.25 in 2 evaluations after round 2"
+    assert ends([0.5, 0.75, 0.75], patience=2, min_delta=0.25) == (6, reason)
     assert ends([0.5, 0.6875, 0.875, 0.875], patience=2, min_delta=0.25) is None
 
 

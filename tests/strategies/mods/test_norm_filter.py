@@ -18,10 +18,8 @@ def test_more_than_so_many_times_the_median():
     assert norm_outliers(moved, factor=12.5) == {}
     found = norm_outliers(moved, factor=12)
     assert list(found) == [9]
-    assert found[9] == (
-        "its weights moved 12.4 times as far as the median of the round, of which 12 times are plausible "
-        "(aggregation.max_norm_ratio)"
-    )
+    ratio = "its weights moved 12.4 times as far as the median of the round"
+    assert found[9] == f"{ratio}, of which 12 times are plausible (aggregation.max_norm_ratio)"
 
 
 def test_statistics_count_by_themselves_and_one_reason_is_enough():
