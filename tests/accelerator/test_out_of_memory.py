@@ -244,14 +244,9 @@ def diagnosed(num_bytes: int | None) -> tuple[dict[str, float], list[str]]:
     """Return the diagnostics of a global model and the log, with limited memory of the device or on a CPU."""
     settings = compose([*SMALL, "method=dino"])
     method = build_method(settings.model).to("cpu" if num_bytes is None else DEVICE)
-    monitor = CollapseMonitor(
-        method,
-        data=settings.data,
-        num_images=64,
-        augment=settings.training.augmentation.instantiate(),
-        device=next(method.parameters()).device,
-        seed=0,
-    )
+    device = next(method.parameters()).device
+    views = settings.training.augmentation.instantiate()
+    monitor = CollapseMonitor(method, data=settings.data, num_images=64, augment=views, device=device, seed=0)
     layers = exchanged_layers(method)
     with logged() as lines, nullcontext() if num_bytes is None else limit(num_bytes):
         report = monitor.finish({"global": layers})

@@ -36,11 +36,8 @@ DEFAULT = {  # together they use most code of the others
     "orchestra-fedadam": ["method=orchestra", "strategy=fedavg", "server_optimizer=fedadam"],
     "simclr-linear": [*ONCE, "strategy=fedavg", "final_evaluation=linear"],
 }
-METHOD_RUNS = {
-    f"{method}-{precision}": [*overrides_of(method), "strategy=fedavg", f"precision={precision}"]
-    for method in METHODS
-    for precision in ("fp32", "bf16")
-}
+PAIRS = [(method, precision) for method in METHODS for precision in ("fp32", "bf16")]
+METHOD_RUNS = {f"{m}-{bits}": [*overrides_of(m), "strategy=fedavg", f"precision={bits}"] for m, bits in PAIRS}
 EVALUATION_RUNS = {
     "few_labels": [*ONCE, "final_evaluation=few_labels"],
     "semi_supervised": [*ONCE, "final_evaluation=semi_supervised"],

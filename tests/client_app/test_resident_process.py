@@ -131,12 +131,8 @@ def test_replies_are_those_of_the_clientapps_process(plan, device, supervisor, t
         assert reply.metadata.reply_to_message_id == sent.metadata.message_id
         assert reply.metadata.dst_node_id == sent.metadata.src_node_id
     [pid] = processes(supervisor)
-    for content, kind in (
-        (task(plan, local_epochs=101), "train"),
-        (task(plan, run_id="../evil"), "train"),
-        (RecordDict(), "train"),
-        (plan, "train.personalized"),
-    ):
+    train = (task(plan, local_epochs=101), task(plan, run_id="../evil"), RecordDict())
+    for content, kind in (*((content, "train") for content in train), (plan, "train.personalized")):
         reason = forward(message(content, kind), device, supervisor=supervisor).error.reason
         assert reason == ask(content, other, kind).error.reason
     reply = forward(message(RecordDict(), "query.node_info"), device, supervisor=supervisor)

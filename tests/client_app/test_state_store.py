@@ -200,13 +200,8 @@ def test_every_bit_name_and_shape_comes_back(tmp_path, read):
 
 
 def test_names_dtypes_and_shapes_are_part_of_the_checksum(tmp_path):
-    states = [
-        {"a": torch.zeros(4)},
-        {"b": torch.zeros(4)},
-        {"a": torch.zeros(2, 2)},
-        {"a": torch.zeros(4, dtype=torch.int32)},
-        {"a": torch.zeros(4), "b": torch.zeros(0)},
-    ]
+    states = [{"a": torch.zeros(4)}, {"b": torch.zeros(4)}, {"a": torch.zeros(2, 2)}]
+    states += [{"a": torch.zeros(4, dtype=torch.int32)}, {"a": torch.zeros(4), "b": torch.zeros(0)}]
     checksums = set()
     for round, state in enumerate(states, 1):
         save_state(tmp_path, state, round=round, oldest_resumable=0)

@@ -9,11 +9,8 @@ import torch
 
 from fedssl.base_layers import KEPT, check_base, layers_digest, load_base, save_base, stored_digests
 
-BASE = {
-    "encoder.b": np.arange(6, dtype=np.float32).reshape(2, 3),
-    "encoder.a": np.array(3, dtype=np.int64),
-    "encoder.c": np.zeros((0, 2), dtype=np.float32),
-}
+BASE = {"encoder.b": np.arange(6, dtype=np.float32).reshape(2, 3), "encoder.a": np.array(3, dtype=np.int64)}
+BASE["encoder.c"] = np.zeros((0, 2), dtype=np.float32)
 LIKE = {name: torch.from_numpy(array.copy()) for name, array in BASE.items()}
 DIGEST = layers_digest(BASE)
 

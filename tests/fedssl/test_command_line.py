@@ -16,13 +16,8 @@ def call(folder, program, *, shell="", **environment):
     """Run the function of a command in a new process, with redirections of a shell."""
     (folder / "program.py").write_text("def main():\n    " + program.replace("\n", "\n    "))
     command = f'exec "$0" -c "$1" {shell}'
-    return subprocess.run(
-        ["sh", "-c", command, sys.executable, COMMAND],
-        cwd=folder,
-        env={**os.environ, "PYTHONUTF8": "0", **environment},
-        capture_output=True,
-        text=True,
-    )
+    words, environment = ["sh", "-c", command, sys.executable, COMMAND], {"PYTHONUTF8": "0", **environment}
+    return subprocess.run(words, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True)
 
 
 @pytest.mark.heavy

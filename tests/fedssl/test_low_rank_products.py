@@ -72,12 +72,8 @@ PAIRS = FactorPairs(
      LowRankLayer("encoder.out.weight", "encoder.out.lora_A", "encoder.out.lora_B", 1.0)),
     {"encoder.out.lora_A": np.array([[1.0, 0], [1, 1]])},
 )  # fmt: skip
-START = {
-    "encoder.fc.lora_A": np.array([[3.0, 4]]),
-    "encoder.fc.lora_B": np.array([[1.0], [0]]),
-    "encoder.out.lora_B": np.array([[1.0, 0]]),
-    "projector.weight": np.array([3.0, 4]),
-}
+START = {"encoder.fc.lora_A": np.array([[3.0, 4]]), "encoder.fc.lora_B": np.array([[1.0], [0]])}
+START |= {"encoder.out.lora_B": np.array([[1.0, 0]]), "projector.weight": np.array([3.0, 4])}
 
 
 def test_cosines_do_not_depend_on_the_factors_of_a_product():

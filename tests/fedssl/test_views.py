@@ -12,20 +12,10 @@ MASKED = (["global"], ["random"])
 
 def test_tensors_and_their_replacements_have_the_same_order():
     images, small = torch.zeros(2, 1, 8, 8), torch.zeros(2, 1, 4, 4)
-    hidden, visible, targets, numbers = (
-        torch.zeros(2, 9, dtype=torch.bool),
-        torch.zeros(2, 4).long(),
-        torch.zeros(2, 1, 5).long(),
-        torch.zeros(7).long(),
-    )
-    views = Views(
-        (
-            View(images, mask=Mask(hidden, visible, targets)),
-            View(images, mask=Mask(hidden, hidden_numbers=numbers)),
-            View(small, "local"),
-        ),
-        torch.zeros(2).long(),
-    )
+    hidden, visible = torch.zeros(2, 9, dtype=torch.bool), torch.zeros(2, 4).long()
+    targets, numbers = torch.zeros(2, 1, 5).long(), torch.zeros(7).long()
+    masks = Mask(hidden, visible, targets), Mask(hidden, hidden_numbers=numbers)
+    views = Views((*(View(images, mask=mask) for mask in masks), View(small, "local")), torch.zeros(2).long())
     numbered = views.with_tensors([x + index for index, x in enumerate(views.tensors(), start=1)])
     assert [float(x.flatten()[0]) for x in numbered.images] == [1, 5, 8]
     assert numbered[0].mask.visible.eq(3).all()

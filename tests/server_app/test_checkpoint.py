@@ -98,20 +98,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path, caplog,
 
 LAYERS = {"weight": np.ones((2, 3), dtype=np.float32), "counter": np.array(4, dtype=np.int64)}
 METHOD_BROADCAST = {"centre": np.zeros(2, dtype=np.float32)}
-GOOD = GlobalModel(
-    layers=LAYERS,
-    broadcast=METHOD_BROADCAST,
-    strategy_state={"intervals": {"weight": 2}},
-    mod_states={"Optimizer": {"first": LAYERS}},
-    num_updates=1,
-)
-SCHEMA = StateSchema(
-    untrained=GlobalModel(layers=LAYERS, broadcast=METHOD_BROADCAST),
-    clients=2,
-    phases=3,
-    model_state_type=EUCState,
-    strategy_state_type=ClusterState,
-)
+STATES = {"strategy_state": {"intervals": {"weight": 2}}, "mod_states": {"Optimizer": {"first": LAYERS}}}
+GOOD = GlobalModel(layers=LAYERS, broadcast=METHOD_BROADCAST, num_updates=1, **STATES)
+TYPES = {"model_state_type": EUCState, "strategy_state_type": ClusterState}
+SCHEMA = StateSchema(untrained=GlobalModel(layers=LAYERS, broadcast=METHOD_BROADCAST), clients=2, phases=3, **TYPES)
 
 
 def state(**changes):

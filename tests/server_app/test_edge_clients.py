@@ -146,11 +146,8 @@ def test_devices_that_cannot_be_told_apart_are_left_out(others, sentence, places
 
 def test_a_registered_name_belongs_to_its_key(places, caplog):
     """Node 3 calls itself garden, under which the key of node 2 is registered; node 4 has a key without a name."""
-    grid = Devices(
-        context(data_path=places[0], client_name="anything"),
-        context(data_path=places[1], client_name="garden"),
-        context(data_path=places[2], client_name="shed"),
-    )
+    names = ("anything", "garden", "shed")
+    grid = Devices(*(context(data_path=place, client_name=name) for place, name in zip(places, names, strict=True)))
     found = discover_clients(grid, 3, timeout=60, node_names=lambda: {2: "garden"})
     assert found.client_ids == {"garden": 0, "shed": 1}
     assert found.nodes == {0: 2, 1: 4}

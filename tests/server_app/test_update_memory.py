@@ -88,11 +88,8 @@ def test_a_run_that_does_not_fit_is_rejected(tmp_path, monkeypatch):
 
 
 WORDS = [*SMALL, *UNTESTED, "num_clients=3", "rounds=2", "dataset.limit=36", "engine=local"]
-KINDS = {
-    "eua": ["strategy=eua"],
-    "filtered": ["strategy=median", "aggregation.max_norm_ratio=100"],
-    "clusters": ["strategy=clustered", "strategy.assign_by=update_cosine"],
-}
+KINDS = {"eua": ["strategy=eua"], "filtered": ["strategy=median", "aggregation.max_norm_ratio=100"]}
+KINDS["clusters"] = ["strategy=clustered", "strategy.assign_by=update_cosine"]
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,8 @@ import pytest
 
 from tests.simulation.test_sweep import encoders, sequential, sweep  # noqa: F401
 
-LAUNCHERS = {
-    "joblib": ("hydra_joblib_launcher", ["hydra.launcher.n_jobs=2"]),
-    "submitit_local": ("hydra_submitit_launcher", []),
-    "ray": ("hydra_ray_launcher", []),
-}
+LAUNCHERS = {"joblib": ("hydra_joblib_launcher", ["hydra.launcher.n_jobs=2"])}
+LAUNCHERS |= {"submitit_local": ("hydra_submitit_launcher", []), "ray": ("hydra_ray_launcher", [])}
 
 pytestmark = pytest.mark.heavy
 

@@ -42,11 +42,8 @@ def test_no_rung_before_the_last_round_is_an_error(min_rounds, every):
 
 
 def make_jobs(folder, number, seeds=(0,)):
-    return [
-        Job(folder / f"{lr * len(seeds) + index}", (f"optimizer.lr={lr}", f"seed={seed}"))
-        for lr in range(number)
-        for index, seed in enumerate(seeds)
-    ]
+    pairs = [(lr, index, seed) for lr in range(number) for index, seed in enumerate(seeds)]
+    return [Job(folder / f"{lr * len(seeds) + i}", (f"optimizer.lr={lr}", f"seed={seed}")) for lr, i, seed in pairs]
 
 
 def train(job, until, *, result, rounds, name="knn"):

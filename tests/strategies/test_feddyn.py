@@ -125,10 +125,7 @@ def test_clients_that_join_have_a_share():
         model = GlobalModel(layers=start, strategy_state=step)
         received = dict.fromkeys(range(number), ("w",))
         layers = {"w": np.array([mean], np.float32)}
-        layers, step = server.server_step(
-            AggregatedModel(
-                model=model, round=1, layers=layers, aggregator=WeightedSum(), received=received, num_clients=number
-            )
-        )
+        done = {"model": model, "round": 1, "layers": layers, "aggregator": WeightedSum()}
+        layers, step = server.server_step(AggregatedModel(**done, received=received, num_clients=number))
         assert step["step"]["w"].tolist() == [expected]
         assert layers["w"].tolist() == [mean + expected]

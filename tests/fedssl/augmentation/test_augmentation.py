@@ -249,14 +249,9 @@ SHAPES = [(3, name) for name in NAMES] + [(channels, name) for channels in (1, 1
 @pytest.mark.parametrize(("channels", "recipe"), SHAPES)
 def test_recipes_make_views(recipe, channels):
     dataset = {"size": 8, "mean": [0.5] * channels, "std": [0.25] * channels}
-    config = OmegaConf.create(
-        {
-            "gpu_augmentation": "torch",
-            "dataset": dataset,
-            "encoder": {"patch": 1},
-            "augmentation": OmegaConf.load(RECIPES / f"{recipe}.yaml"),
-        }
-    )
+    recipe_node = OmegaConf.load(RECIPES / f"{recipe}.yaml")
+    node = {"gpu_augmentation": "torch", "dataset": dataset, "encoder": {"patch": 1}, "augmentation": recipe_node}
+    config = OmegaConf.create(node)
     images = random_images(4, channels, 8, 8)
     views = instantiate(config.augmentation)(images, generator())
     for view in views:

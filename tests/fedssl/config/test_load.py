@@ -26,13 +26,10 @@ DATASETS = ("cifar10", "cifar100", "tiny_imagenet", "stl10", "folder", "medmnist
 
 def choices():
     """Words that choose every file of every group; those that are `FREE` of each other go together."""
-    files = {
-        group: [
-            f"{group}={path.relative_to(CONF / group).with_suffix('')}"
-            for path in sorted((CONF / group).rglob("*.yaml"))
-        ]
-        for group in GROUPS
-    }
+    files = {}
+    for group in GROUPS:
+        paths = sorted((CONF / group).rglob("*.yaml"))
+        files[group] = [f"{group}={path.relative_to(CONF / group).with_suffix('')}" for path in paths]
     together = itertools.zip_longest(*(files[group] for group in sorted(FREE)))
     alone = ([override] for group in GROUPS if group not in FREE for override in files[group])
     return [*([override for override in overrides if override] for overrides in together), *alone]

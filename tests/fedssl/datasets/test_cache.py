@@ -179,15 +179,10 @@ def test_free_disk_space_is_checked_before_decoding(images, location, reads, mon
     assert not reads
 
 
-@pytest.mark.parametrize(
-    ("memory", "disk", "encoded"),
-    [
-        (2 * NEEDED, 2 * NEEDED, ""),
-        (2 * NEEDED - 1, 10**9, "memory"),
-        (10**9, 2 * NEEDED - 1, "disk"),
-        (None, 10**9, ""),
-    ],
-)
+ROOMS = [(2 * NEEDED, 2 * NEEDED, ""), (2 * NEEDED - 1, 10**9, "memory"), (10**9, 2 * NEEDED - 1, "disk")]
+
+
+@pytest.mark.parametrize(("memory", "disk", "encoded"), [*ROOMS, (None, 10**9, "")])
 def test_auto_decodes_into_at_most_half_of_the_room(images, location, monkeypatch, caplog, memory, disk, encoded):
     monkeypatch.setattr(cache, "available_memory", lambda: memory)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=disk))
@@ -201,15 +196,8 @@ def test_auto_decodes_into_at_most_half_of_the_room(images, location, monkeypatc
 def test_a_cache_above_64_gib_is_stored_and_mapped(tmp_path, monkeypatch):
     """460,000 images of 3 x 224 x 224 bytes are 69,242,880,000 bytes; 64 GiB are 68,719,476,736. The file is sparse."""
     monkeypatch.setattr(stores, "_reserve", lambda file, size: file.touch() or os.truncate(file, size))
-    index = SequenceIndex(
-        name="large",
-        count=460_000,
-        decoding=Decoding(channels=3, size=224, dtype="uint8"),
-        files=[],
-        images=[],
-        num_in_files=1,
-        key={},
-    )
+    form, nothing = Decoding(channels=3, size=224, dtype="uint8"), {"files": [], "images": [], "key": {}}
+    index = SequenceIndex(name="large", count=460_000, decoding=form, num_in_files=1, **nothing)
     pixels = stores.Pixels(index, tmp_path)
     monkeypatch.setattr(pixels, "_decode", lambda: (pixels._start(), pixels.write(index.count - 1, 7)))
     made = pixels.make(required=True)

@@ -33,6 +33,9 @@ def test_8_bits_are_unchanged():
     assert (image.mode, values.tolist()) == ("L", [[0, 0], [62, 255]])
 
 
+WINDOW = item(WindowCenter="40", WindowWidth="400")
+
+
 @pytest.mark.parametrize(
     ("tags", "window"),
     [
@@ -41,14 +44,7 @@ def test_8_bits_are_unchanged():
         ({"WindowCenter": ["40", "600"], "WindowWidth": ["400", "2000"]}, (-160.0, 239.0)),
         # C.11.2.1.3.2: c - w / 2 and c + w / 2
         ({"WindowCenter": "40", "WindowWidth": "400", "VOILUTFunction": "LINEAR_EXACT"}, (-160.0, 240.0)),
-        (
-            {
-                "SharedFunctionalGroupsSequence": Sequence(
-                    [item(FrameVOILUTSequence=Sequence([item(WindowCenter="40", WindowWidth="400")]))]
-                )
-            },
-            (-160.0, 239.0),
-        ),
+        ({"SharedFunctionalGroupsSequence": Sequence([item(FrameVOILUTSequence=Sequence([WINDOW]))])}, (-160.0, 239.0)),
     ],
     ids=["linear", "first of several", "exact", "enhanced"],
 )

@@ -95,13 +95,8 @@ def test_fixed_positions_equal_the_formula(side: int, width: int) -> None:
     n = width // 4
     for number, place in enumerate(sincos_position_embedding(side, width)):
         row, column = divmod(number, side)
-        exact = [coordinate / 10000 ** (i / n) for coordinate in (row, column) for i in range(n)]
-        expected = [
-            *map(math.sin, exact[:n]),
-            *map(math.cos, exact[:n]),
-            *map(math.sin, exact[n:]),
-            *map(math.cos, exact[n:]),
-        ]
+        functions = [(at, function) for at in (row, column) for function in (math.sin, math.cos)]
+        expected = [function(at / 10000 ** (i / n)) for at, function in functions for i in range(n)]
         assert place.tolist() == pytest.approx(expected, abs=1e-6)
 
 

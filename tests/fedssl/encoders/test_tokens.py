@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -16,12 +17,8 @@ from fedssl.evaluation.features import extract
 from fedssl.tuning.lora import lora
 
 WIDTH, PATCH, SIZE = 12, 4, 16  # 4 x 4 patches
-KINDS = [
-    {"pool": pool, "positions": positions, "registers": registers}
-    for pool in ("token", "mean")
-    for positions in ("sincos", "learned")
-    for registers in (0, 3)
-]
+NAMES = ("pool", "positions", "registers")
+KINDS = [dict(zip(NAMES, one, strict=True)) for one in product(("token", "mean"), ("sincos", "learned"), (0, 3))]
 
 
 def vit(*, size: int = SIZE, depth: int = 2, seed: int = 0, **options) -> TokenEncoder:
@@ -105,13 +102,9 @@ def test_tokens_and_their_order_by_hand(kind: dict):
     for image in images:
         prefix = [encoder.class_token.detach().double()[0, 0] + stored[0]] if token else []
         prefix += list(encoder.register_tokens.detach().double()[0]) if kind["registers"] else []
-        patches = [
-            (weight * image[:, 4 * r : 4 * r + 4, 4 * c : 4 * c + 4]).sum(dim=(1, 2, 3))
-            + bias
-            + stored[-16 + 4 * r + c]
-            for r in range(4)
-            for c in range(4)
-        ]
+        places = [(r, c) for r in range(4) for c in range(4)]
+        sums = [(weight * image[:, 4 * r : 4 * r + 4, 4 * c : 4 * c + 4]).sum(dim=(1, 2, 3)) for r, c in places]
+        patches = [one + bias + stored[-16 + number] for number, one in enumerate(sums)]
         expected.append(torch.stack([*prefix, *patches]))
     tokens = torch.stack(expected).float()
     torch.testing.assert_close(encoder.run_stem(images.float()), tokens, rtol=0, atol=1e-5)

@@ -79,13 +79,7 @@ def test_command_standardizes_and_resizes_as_in_training(tmp_path: Path, monkeyp
         ),
     ],
 )
-def test_command_answers_bad_input_with_one_sentence(
-    overrides: list[str],
-    message: str,
-    finished_run: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_command_answers_bad_input_with_one_sentence(overrides, message, finished_run: Path, monkeypatch, capsys):
     status = command(monkeypatch, *(word.format(run=finished_run) for word in overrides or ["evaluation=knn"]))
     captured = capsys.readouterr()
     assert status == 2

@@ -31,14 +31,8 @@ ALIGNED = ["method.alignment_weight=0.5"]
 
 
 def make_method(*, temperature=0.5, sent_per_round=3, dictionary_capacity=5, alignment_weight=0.0) -> FedCA:
-    return FedCA(
-        encoder(),
-        projector=HEAD,
-        temperature=temperature,
-        sent_per_round=sent_per_round,
-        dictionary_capacity=dictionary_capacity,
-        alignment_weight=alignment_weight,
-    )
+    sizes = {"sent_per_round": sent_per_round, "dictionary_capacity": dictionary_capacity}
+    return FedCA(encoder(), projector=HEAD, temperature=temperature, alignment_weight=alignment_weight, **sizes)
 
 
 def with_entries(method: FedCA, rows: Tensor) -> FedCA:

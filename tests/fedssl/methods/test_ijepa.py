@@ -20,24 +20,10 @@ RECIPE = MaskRecipe(kind="multi_block", patch=1)
 ON_DIGITS = overrides_of("ijepa")
 
 
-def make_ijepa(
-    *,
-    ema_decay: float = 0.9,
-    ema_schedule: str = "constant",
-    target_init: str = "persist",
-    exchange_predictor: bool = True,
-    **kind,
-) -> IJEPA:
-    return IJEPA(
-        vit(patch=1, **kind),
-        predictor_width=12,
-        predictor_depth=1,
-        predictor_heads=3,
-        ema_decay=ema_decay,
-        ema_schedule=ema_schedule,
-        target_init=target_init,
-        exchange_predictor=exchange_predictor,
-    )
+def make_ijepa(*, ema_decay=0.9, ema_schedule="constant", target_init="persist", exchange_predictor=True, **kind):
+    sizes = {"predictor_width": 12, "predictor_depth": 1, "predictor_heads": 3}
+    options = {"ema_schedule": ema_schedule, "target_init": target_init, "exchange_predictor": exchange_predictor}
+    return IJEPA(vit(patch=1, **kind), ema_decay=ema_decay, **sizes, **options)
 
 
 @torch.no_grad()

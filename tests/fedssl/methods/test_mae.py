@@ -158,14 +158,8 @@ def test_what_cannot_work_is_refused_before_the_run(tmp_path, overrides, message
 
 
 def failures_of(method, settings) -> tuple[str, ...]:
-    monitor = CollapseMonitor(
-        method,
-        data=settings.data,
-        num_images=64,
-        augment=settings.training.augmentation.instantiate(),
-        device=torch.device("cpu"),
-        seed=0,
-    )
+    views, device = settings.training.augmentation.instantiate(), torch.device("cpu")
+    monitor = CollapseMonitor(method, data=settings.data, num_images=64, augment=views, device=device, seed=0)
     return monitor.finish({GLOBAL: exchanged_layers(method)}).failures
 
 

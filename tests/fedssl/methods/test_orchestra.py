@@ -34,15 +34,8 @@ HEAD = partial(MLP, hidden_dim=16, out_dim=8, last_batch_norm=True)
 
 
 def make_method(*, local_clusters=3, global_clusters=5, queue_size=8, temperature=0.1) -> Orchestra:
-    return Orchestra(
-        encoder(),
-        projector=HEAD,
-        local_clusters=local_clusters,
-        global_clusters=global_clusters,
-        queue_size=queue_size,
-        temperature=temperature,
-        ema_decay=0.9,
-    )
+    sizes = {"local_clusters": local_clusters, "global_clusters": global_clusters, "queue_size": queue_size}
+    return Orchestra(encoder(), projector=HEAD, temperature=temperature, ema_decay=0.9, **sizes)
 
 
 def with_centroids(method: Orchestra) -> Orchestra:

@@ -105,12 +105,9 @@ def test_the_least_recently_used_features_are_dropped_beyond_the_limit():
 
 def test_a_description_has_plain_values(tmp_path):
     file = save_teacher(tmp_path / "encoder.pt", "encoder.width=6")
-    assert describe_encoder(file) == {
-        "encoder": "conv_small",
-        "arguments": {"channels": 1, "size": 8, "width": 6, "norm": "batch"},
-        "mean": [0.3053],
-        "std": [0.3761],
-    }
+    arguments = {"channels": 1, "size": 8, "width": 6, "norm": "batch"}
+    described = {"encoder": "conv_small", "arguments": arguments, "mean": [0.3053], "std": [0.3761]}
+    assert describe_encoder(file) == described
 
 
 DESCRIPTION = {"encoder": "conv_small", "arguments": {"channels": 1, "size": 8, "width": 4}}

@@ -6,14 +6,7 @@ from fedssl.datasets.images import TensorImages
 from fedssl.partition import ImageSubset, PartitionInput
 
 
-def partition_input(
-    labels: torch.Tensor | None,
-    *,
-    num_clients: int,
-    num_images: int | None = None,
-    owners: torch.Tensor | None = None,
-    seed: int = 0,
-) -> PartitionInput:
+def partition_input(labels, *, num_clients: int, num_images=None, owners=None, seed: int = 0) -> PartitionInput:
     """Input with empty images; their number is that of the labels unless ``num_images`` is given."""
     if num_images is None:
         assert labels is not None

@@ -108,15 +108,8 @@ def test_dirichlet_equals_flwr_datasets_wherever_that_succeeds() -> None:
         labels = 3 * draws.integers(0, draws.integers(1, 9), draws.integers(20, 300))
         num_clients, min_size, seed = (int(draws.integers(*bounds)) for bounds in ((1, 15), (0, 6), (0, 10**6)))
         alpha, self_balancing = float(10 ** draws.uniform(-3, 3)), bool(draws.integers(2))
-        partitioner = DirichletPartitioner(
-            num_clients,
-            "label",
-            alpha=alpha,
-            min_partition_size=min_size,
-            self_balancing=self_balancing,
-            shuffle=False,
-            seed=seed,
-        )
+        options = {"alpha": alpha, "min_partition_size": min_size, "self_balancing": self_balancing}
+        partitioner = DirichletPartitioner(num_clients, "label", shuffle=False, seed=seed, **options)
         partitioner._dataset = LabelColumn(labels)
         try:
             with np.errstate(invalid="raise"):

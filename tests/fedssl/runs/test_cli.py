@@ -52,11 +52,8 @@ def runs(tmp_path_factory):
     work = job(root / "2026-01-05_00-00-00", "strategy=fedavg", "rounds=9", status=None)
     lines = [{"round": 1, "evaluation": {"knn": 0.25}}, {"round": 2}]
     (work / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"rou')
-    for name, file, text in (
-        ("damaged", "config.yaml", "a: &b [*b"),
-        ("foreign", "summary.json", "[1, 2]"),
-        ("broken", "summary.json", '{"status": 7'),
-    ):
+    files = {"damaged": ("config.yaml", "a: &b [*b"), "foreign": ("summary.json", "[1, 2]")}
+    for name, (file, text) in {**files, "broken": ("summary.json", '{"status": 7')}.items():
         (root / name).mkdir()
         (root / name / file).write_text(text)
     return root
@@ -131,13 +128,9 @@ def test_show(runs, command):
     }
     assert [line.split() for line in parts[2].splitlines()] == [["result"], ["knn", "70.0%"], ["norm", "350.0%"]]
     assert parts[3] == "repeat it:  fedssl strategy=l_dawa partition.alpha=0.1 method=byol"
-    assert [line.split()[0] for line in parts[4].splitlines()[1:]] == [
-        "choices.yaml",
-        "config.yaml",
-        "metrics.jsonl",
-        "overrides.yaml",
-        "summary.json",
-    ]
+    files = [f"{name}.yaml" for name in ("choices", "config", "overrides")]
+    found = [line.split()[0] for line in parts[4].splitlines()[1:]]
+    assert found == sorted([*files, "metrics.jsonl", "summary.json"])
     told = json.loads(command("show", runs / "2026-01-04_00-00-00", "--json")[1])
     assert told["differs"] == {"strategy": {"value": "eua", "default": "fedavg"}}
     assert "failed after 0 rounds  (no GPU)" in command("show", runs / "2026-01-04_00-00-00")[1]

@@ -18,14 +18,8 @@ from tests.arrays import same
 
 KERNEL = np.arange(12, dtype=np.float32).reshape(3, 2, 2)
 LAYERS = {"encoder.conv.weight": KERNEL, "encoder.bn.num_batches_tracked": np.array(7, dtype=np.int64)}
-PLAN = TrainPlan(
-    round=3,
-    layers=LAYERS,
-    settings="seed: 0\n",
-    metrics=("num-examples",),
-    oldest_resumable_round=2,
-    code_fingerprint="0123456789abcdef",
-)
+SENT = {"metrics": ("num-examples",), "oldest_resumable_round": 2, "code_fingerprint": "0123456789abcdef"}
+PLAN = TrainPlan(round=3, layers=LAYERS, settings="seed: 0\n", **SENT)
 CENTROIDS = {"centroids": np.eye(3, dtype=np.float32)}
 
 

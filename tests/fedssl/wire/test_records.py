@@ -23,14 +23,8 @@ LAYERS = {
     "encoder.bn.num_batches_tracked": np.array(7, dtype=np.int64),
 }
 CENTROIDS = {"centroids": np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)}
-PLAN = TrainPlan(
-    round=3,
-    layers=LAYERS,
-    settings="seed: 0\n" * 40,
-    metrics=("num-examples",),
-    oldest_resumable_round=2,
-    code_fingerprint="0123456789abcdef",
-)
+SENT = {"metrics": ("num-examples",), "oldest_resumable_round": 2, "code_fingerprint": "0123456789abcdef"}
+PLAN = TrainPlan(round=3, layers=LAYERS, settings="seed: 0\n" * 40, **SENT)
 
 
 def test_layers_are_handed_over_unpacked_in_one_process():

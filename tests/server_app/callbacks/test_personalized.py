@@ -29,13 +29,8 @@ NEW = ["num_clients=4", "clients_per_round=2", "unseen_clients=1", *JUDGED]
 
 
 def encoders(federation, clients, ask=None):
-    found = request_personalized_encoders(
-        ClientMessenger(federation.grid),
-        federation.components,
-        federation.state,
-        clients,
-        ask or PersonalizedModelRequest(),
-    )
+    messenger, request = ClientMessenger(federation.grid), ask or PersonalizedModelRequest()
+    found = request_personalized_encoders(messenger, federation.components, federation.state, clients, request)
     return {client: (name, layers) for client, name, layers in found}
 
 
@@ -100,11 +95,8 @@ def test_in_the_run_folder(tmp_path):
     summary = read_summary(tmp_path / "run")
     assert found["means"] == summary["personalized"]
     assert found["means"][PARTICIPANTS]["knn"] == pytest.approx(summary["final"]["federated"]["knn"])
-    assert {(row["client"], row["group"]) for row in found["clients"]} == {
-        *((client, PARTICIPANTS) for client in (0, 1)),
-        (2, UNSEEN),
-        (2, UNSEEN_ADAPTED),
-    }
+    judged = {(row["client"], row["group"]) for row in found["clients"]}
+    assert judged == {(0, PARTICIPANTS), (1, PARTICIPANTS), (2, UNSEEN), (2, UNSEEN_ADAPTED)}
     own = [row["local_test"]["knn"] for row in found["clients"] if row["group"] == PARTICIPANTS]
     assert found["means"][f"{PARTICIPANTS}, local test"]["knn"] == pytest.approx(sum(own) / 2)
     assert isinstance(load_encoder(tmp_path / "run" / "encoder.pt"), torch.nn.Module)

@@ -121,11 +121,8 @@ def test_a_client_lost_in_any_stage_costs_itself(tmp_path, stage, used):
 
     plain = Federation(tmp_path / "b", *SMALL, *UNIFORM)
     one = Round(plain.components.federation, plain.state)
-    replies = [
-        reply
-        for _, reply in WallClockExchange(plain.grid).send_and_receive(one.messages, timeout=60)
-        if reply.metadata.src_node_id in {nodes[client] for client in used}
-    ]
+    sent = WallClockExchange(plain.grid).send_and_receive(one.messages, timeout=60)
+    replies = [reply for _, reply in sent if reply.metadata.src_node_id in {nodes[client] for client in used}]
     expected, _ = finish(one, replies)
     within(state.models["global"].layers, expected.models["global"].layers, 2 * 8 / 2**22)
 

@@ -88,13 +88,8 @@ def play(strategy, behaviours, *, number=None, lost=(), rounds=2, observers=(), 
     return state, report, 0 if number is None else len(grid.summed)
 
 
-STRATEGIES = {
-    "fedavg": FedAvg,
-    "loss": LossWeighted,
-    "l_dawa": LDAWA,
-    "l_dawa options": lambda: LDAWA(weighting="examples", buffers="scale", normalize=True),
-    "m_dawa": MDAWA,
-}
+STRATEGIES = {"fedavg": FedAvg, "loss": LossWeighted, "l_dawa": LDAWA, "m_dawa": MDAWA}
+STRATEGIES["l_dawa options"] = lambda: LDAWA(weighting="examples", buffers="scale", normalize=True)
 
 
 @pytest.mark.parametrize("make_strategy", STRATEGIES.values(), ids=STRATEGIES.keys())
