@@ -15,10 +15,8 @@ from tests.planning import QUICK, build
 from tests.runs import read_lines
 
 UPDATE = ClientUpdate(layers={}, partition_id=0, train_loss=1.0, seconds=1.0)
-MEASURED = Measurement(
-    **{"steps": {1: 0.25}, "update": UPDATE, "aggregation": 0.125, "evaluation": 4.0, "end": 5.0},
-    **{"server_memory": 1200, "worker_memory": 300},
-)
+TIMES = {"aggregation": 0.125, "evaluation": 4.0, "end": 5.0}
+MEASURED = Measurement(steps={1: 0.25}, update=UPDATE, server_memory=1200, worker_memory=300, **TIMES)
 LOCAL = EngineChoice("local", 1, "")
 
 
