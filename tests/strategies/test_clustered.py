@@ -150,7 +150,7 @@ def test_a_model_per_client_equals_local_training(tmp_path):
         (["strategy=featarc", "method=orchestra"], "Orchestra has a server side of its own for one model"),
         (["strategy=featarc", "calibration=auxiliary"], "calibration=auxiliary trains the one model"),
         (["strategy=clustered", "strategy.rule=eua", "strategy.weighting=uniform"], "rule=eua has no weighting"),
-        ([*ONE_SHOT, "strategy.cluster_round=30"], "cluster_round=30 is the round in which clients are sorted, and th"),
+        ([*ONE_SHOT, "strategy.cluster_round=30"], "cluster_round=30 is the round in which clients are sorted"),
         ([*ONE_SHOT, "clients_per_round=2"], "sorts all clients in round 1, but clients_per_round=2 of num_clients=3"),
         (
             ["strategy=featarc", "secure_aggregation=secagg_plus", "secure_aggregation.dropout_fraction=0"],

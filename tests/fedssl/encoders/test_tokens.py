@@ -217,7 +217,7 @@ def test_smaller_views_are_accepted_in_training_only():
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((3, 10, 10), "^a view has 10x10 pixels, which encoder.patch=4 does not divide; use views of 8x8 or 12x12 pix"),
+        ((3, 10, 10), "^a view has 10x10 pixels, which encoder.patch=4 does not divide; use views of 8x8 or 12x12"),
         ((3, 15, 15), "use views of 12x12 or 16x16 pixels$"),
         ((3, 3, 3), "^a view has 3x3 pixels.*; use views of 4x4 pixels$"),
         ((3, 20, 20), "^encoder.size=16 but the images have 20x20 pixels"),
