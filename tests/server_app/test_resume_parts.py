@@ -89,7 +89,10 @@ def test_a_damaged_part_costs_a_round_and_changes_no_number(tmp_path, three_roun
 
 
 FATAL = {
-    "no states": (lambda run: shutil.rmtree(run / "clients"), "0000/0/round-000002.safetensors is missing and 1 more"),
+    "no states": (
+        lambda run: shutil.rmtree(run / "clients"),
+        "clients/0000/0/round-000002.safetensors is missing and 1 more",
+    ),
     "no states of a client": (lambda run: shutil.rmtree(run / "clients/0000/1"), "clients/0000/1/round-.* is missing"),
     "one line": (lambda run: cut_lines(run / "metrics.jsonl", 1), "metrics.jsonl has .* bytes instead of"),
     "no lines": (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
