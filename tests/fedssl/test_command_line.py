@@ -37,7 +37,11 @@ def test_a_closed_stream_is_the_null_device(tmp_path, closed):
 @pytest.mark.parametrize(
     ("program", "status", "sentence"),
     [
-        ("open('x' * 300)", 2, "x" * 60 + "..." + "x" * 60 + " cannot be used (File name too long); a name has at mos"),
+        (
+            "open('x' * 300)",
+            2,
+            "x" * 60 + "..." + "x" * 60 + " cannot be used (File name too long); a name has at most",
+        ),
         ("open('missing')", 2, "missing cannot be used (No such file or directory); correct the path"),
         ("open('program.py/x')", 2, "program.py/x cannot be used (Not a directory); a part of the path is a file"),
         ("raise OSError(28, 'No space left on device')", 1, "No space left on device; free disk space"),

@@ -155,8 +155,16 @@ class TestBadInput:
             ([], {"reduction_factor": 2}, "sweep.reduction_factor=2 needs a result to compare jobs; set e.g. sweep.me"),
             ([], {"min_rounds": 2}, "sweep.min_rounds=2 has no effect without pruning; set sweep.reduction_factor=3"),
             ([], {"metric": "knn", "reduction_factor": 2, "min_rounds": 4}, "no job would be pruned"),
-            ([], {"metric": "linear", "reduction_factor": 2}, "linear is not a result of evaluation, which gives knn"),
-            (["final_evaluation=linear"], {"metric": "knn"}, "knn is not a result of final_evaluation, which gives"),
+            (
+                [],
+                {"metric": "linear", "reduction_factor": 2},
+                "linear is not a result of evaluation, which gives knn, rank",
+            ),
+            (
+                ["final_evaluation=linear"],
+                {"metric": "knn"},
+                "knn is not a result of final_evaluation, which gives linear",
+            ),
             ([], {"metric": "rankme", "reduction_factor": 2}, "evaluate_every or collapse_images is 0; set e.g."),
             (["evaluate_every=0"], {"metric": "knn", "reduction_factor": 2}, "and evaluate_every=0; set e.g. eval"),
             (["rounds=4,5"], {"metric": "knn", "reduction_factor": 2}, "rounds or evaluate_every differ between them"),

@@ -57,7 +57,10 @@ def test_a_trace_has_the_intervals_of_its_lines(tmp_path):
 BAD = {
     "is no CSV": ('client,start,end\n0,"1,2\n', "is not a CSV file (unexpected end of data); choose a CSV file"),
     "empty": ("", "begins with ''; its first line must be client,start,end"),
-    "another header": ("client,begin,end\n0,1\n", "begins with 'client,begin,end'; its first line must be"),
+    "another header": (
+        "client,begin,end\n0,1\n",
+        "begins with 'client,begin,end'; its first line must be client,start,end",
+    ),
     "a short line": ("client,start,end\n0,1\n", "line 2, has 2 values for the 3 columns client,start,end"),
     "no client": ("client,start,end\n-1,1,2\n", "line 2: '-1' is no client; write a whole number from 0"),
     "an unknown client": (

@@ -203,7 +203,9 @@ def test_smaller_views_are_accepted_in_training_only():
     assert encoder(images_of(8)).shape == encoder(images_of(4)).shape == (2, WIDTH)
     (frozen,) = encoder.forward_frozen([images_of(8)], torch.Generator())
     assert frozen.shape == (2, 1 + 4, WIDTH)
-    message = "^encoder.size=16 but the images have 8x8 pixels; leave encoder.size at its default, or use images of 16x"
+    message = (
+        "^encoder.size=16 but the images have 8x8 pixels; leave encoder.size at its default, or use images of 16x16$"
+    )
     images = TensorImages(torch.zeros(2, 3, 8, 8, dtype=torch.uint8))
     with pytest.raises(InputError, match=message):
         extract(encoder, images, mean=[0.5] * 3, std=[0.5] * 3, device="cpu")
@@ -217,7 +219,10 @@ def test_smaller_views_are_accepted_in_training_only():
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((3, 10, 10), "^a view has 10x10 pixels, which encoder.patch=4 does not divide; use views of 8x8 or 12x12"),
+        (
+            (3, 10, 10),
+            "^a view has 10x10 pixels, which encoder.patch=4 does not divide; use views of 8x8 or 12x12 pixels$",
+        ),
         ((3, 15, 15), "use views of 12x12 or 16x16 pixels$"),
         ((3, 3, 3), "^a view has 3x3 pixels.*; use views of 4x4 pixels$"),
         ((3, 20, 20), "^encoder.size=16 but the images have 20x20 pixels"),

@@ -229,7 +229,10 @@ def test_settings_files_have_the_papers_values(choice, numbers, lr):
         (["evaluation.view={flip_prob: 2}"], "evaluation.view.flip_prob=2 must be at most 1"),
         (["+evaluation.view.count=0"], "view.count is not a setting of a view"),
         (["evaluation.optimizer.lr=-1"], "evaluation.optimizer.lr=-1 must be a number of at least 0; the default is"),
-        (["+evaluation.optimizer.eps=-1"], "optimizer or lr_schedule of a linear probe rejects its settings: Invalid"),
+        (
+            ["+evaluation.optimizer.eps=-1"],
+            "optimizer or lr_schedule of a linear probe rejects its settings: Invalid eps",
+        ),
     ],
 )
 def test_invalid_settings_are_one_sentence(overrides, sentence):

@@ -81,7 +81,10 @@ def test_a_failing_proxy_is_named_without_its_password(arguments, proxy, environ
     ("variables", "sentence"),
     [
         ({"ALL_PROXY": "socks5://me:pass@p:1080"}, "^ALL_PROXY=socks5://p:1080 needs the package socksio, .* or unset"),
-        ({"all_proxy": "socks://p:1080"}, "^all_proxy=socks://p:1080 is not a proxy that Flower can use; set"),
+        (
+            {"all_proxy": "socks://p:1080"},
+            "^all_proxy=socks://p:1080 is not a proxy that Flower can use; set all_proxy",
+        ),
         ({"HTTPS_PROXY": "http://me:se#cret@p:1"}, "^HTTPS_PROXY=http://p:1 is not .* special characters are percent"),
         ({"HTTP_PROXY": "p:1", "HTTPS_PROXY": "http://p:port"}, "^HTTPS_PROXY=http://p:port is not a proxy"),
         ({"NO_PROXY": "[::1]"}, r"^NO_PROXY=\[::1\] cannot be read by Flower .* IPv6 without brackets"),

@@ -133,7 +133,10 @@ def test_targets_stay_with_their_clients(tmp_path):
         (["augmentation=digits_mae"], "a mask of kind random; set augmentation=ijepa$"),
         (["schedule=layer_wise"], "^the schedule or the tuning freezes stages .* IJEPA hides patches.*; set schedule="),
         (["regularizer=decorr"], "Decorrelation needs a projector, which IJEPA does not have"),
-        (["strategy=fedu", "method.exchange_predictor=false"], "IJEPA exchanges neither; set strategy.predictor="),
+        (
+            ["strategy=fedu", "method.exchange_predictor=false"],
+            "IJEPA exchanges neither; set strategy.predictor=global$",
+        ),
         (["calibration=auxiliary", "method.exchange_predictor=false"], "not have the clients' predictor; .*=true$"),
         (["method.predictor_width=18"], "^method.predictor_width=18 must be a multiple of 4 and of method.predictor_h"),
         (["method.ema_schedule=line"], "^method.ema_schedule=line must be constant or cosine"),

@@ -49,7 +49,10 @@ def test_alpha_divides_classes_among_the_clients_of_a_domain() -> None:
     ("arguments", "sentence"),
     [
         ({"num_clients": 1}, r"num_clients=1 leaves 1 of 2 domains without a client; set num_clients=2 or more, or"),
-        ({"num_clients": 8}, r"domain '0' has 3 images for 4 of num_clients=8 clients, fewer than partition.min_size"),
+        (
+            {"num_clients": 8},
+            r"domain '0' has 3 images for 4 of num_clients=8 clients, fewer than partition.min_size=1",
+        ),
         ({"num_clients": 2, "owners": None}, r"partition=domain needs the domain of every image but the images have"),
     ],
 )

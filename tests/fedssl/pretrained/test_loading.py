@@ -75,7 +75,10 @@ def weights_of(**changes) -> dict:
             conv_small(channels=1, size=8, width=8).state_dict(),
             "20 have other shapes (blocks.0.0.weight (8, 1, 3, 3) instead of (4, 1, 3, 3), ",
         ),
-        (weights_of(**{"blocks.0.1.bias": torch.full((4,), torch.nan)}), "1 have values that are not finite (blocks.0"),
+        (
+            weights_of(**{"blocks.0.1.bias": torch.full((4,), torch.nan)}),
+            "1 have values that are not finite (blocks.0.1",
+        ),
     ],
 )
 def test_weights_of_another_encoder(content, message, tmp_path):

@@ -140,8 +140,14 @@ def test_show(runs, command):
     ("overrides", "sentence"),
     [
         (["list", "{runs}", "stratgy=fedavg"], "no run has a setting 'stratgy'; did you mean strategy"),
-        (["best", "knm", "{runs}"], "no finished run has the result 'knm'; did you mean knn or norm; there are knn"),
-        (["list", "{runs}", "status=interupted"], "no status=interupted; did you mean interrupted or pruned; choose"),
+        (
+            ["best", "knm", "{runs}"],
+            "no finished run has the result 'knm'; did you mean knn or norm; there are knn, norm",
+        ),
+        (
+            ["list", "{runs}", "status=interupted"],
+            "no status=interupted; did you mean interrupted or pruned; choose one of finished",
+        ),
         (["best", "--by", "foo"], "--by foo is none of rankme, alpha_req, lidar"),
         (["list", "nowhere"], "there is no folder nowhere"),
         (["list"], "there is neither runs nor multirun here"),

@@ -212,7 +212,10 @@ def test_only_adapters_are_exchanged_and_targets_share_the_base(method_name, ove
     [
         (["tuning.bottleneck=0"], "tuning.bottleneck=0 must be an integer of at least 1"),
         (["tuning.blocks=0"], "tuning.blocks=0 must be an integer of at least 1, or null"),
-        (["tuning.blocks=5"], "tuning.blocks=5 but the encoder has 4 stages; set tuning.blocks to at most 4, or to"),
+        (
+            ["tuning.blocks=5"],
+            "tuning.blocks=5 but the encoder has 4 stages; set tuning.blocks to at most 4, or to null",
+        ),
     ],
 )
 def test_invalid_settings_are_rejected(overrides, message):
