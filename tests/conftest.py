@@ -10,7 +10,11 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")  # a busy machine fails no test
 
 RENDERED = ("fedssl/plots", "fedssl/report", "examples/test_theory.py")
 RENDERED += ("strategies/test_gossip.py", "strategies/test_topology.py")

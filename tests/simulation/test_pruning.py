@@ -123,7 +123,7 @@ class TestSuccessiveHalving:
         assert started.count("3") == 1
         assert statuses(jobs) == {"0": "pruned", "1": "pruned", "2": "finished", "3": "failed"}
 
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=15)
     @given(data=st.data())
     def test_order_and_interruptions_change_nothing(self, tmp_path_factory, data):
         """Against a transcription of the algorithm that sorts lists of results."""

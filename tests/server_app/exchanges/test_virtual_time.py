@@ -233,7 +233,7 @@ def expected_round(flying, clock, *, deadline, needed, keeps):
     return arrived, lost, clock, flying if keeps else {}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 10**6), st.booleans(), st.booleans(), st.booleans())
 def test_rounds_equal_a_simulation_event_by_event(seed, buffered, has_deadline, over_selects):
     random = np.random.default_rng(seed)
