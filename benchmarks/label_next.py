@@ -19,7 +19,7 @@ from fedssl.classify.classifier import Classifier, best_penalty, fit
 from fedssl.classify.label_next import next_to_label
 from fedssl.config.load import compose
 from fedssl.datasets.base import load_split
-from fedssl.embedding.unit_features import unit_features
+from fedssl.embedding.embeddings import unit_features
 from fedssl.evaluation.features import extract, pixels
 from fedssl.evaluation.sampling import sample_per_class
 from fedssl.evaluation.scores import Score

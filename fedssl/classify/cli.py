@@ -27,8 +27,7 @@ from fedssl.classify.results import describe, prediction_rows, report
 from fedssl.classify.validation import train
 from fedssl.config.commands import run_with_overrides
 from fedssl.embedding import Embedder, Embeddings, load_embedder
-from fedssl.embedding.embeddings import embed_list, list_for
-from fedssl.embedding.unit_features import unit_features
+from fedssl.embedding.embeddings import embed_list, list_for, unit_features
 from fedssl.errors import InputError
 from fedssl.text_table import to_csv
 

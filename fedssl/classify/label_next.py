@@ -39,7 +39,7 @@ def next_to_label(
     """Return up to ``count`` rows of the pool to label next, the most useful first.
 
     Near duplicates of labeled images, and of images before them, are left out. ``pool`` and ``labeled`` are
-    `fedssl.embedding.unit_features` ``(n, dim)``. ``margins`` ``(n,)`` are the differences of the two highest
+    `fedssl.embedding.embeddings` ``(n, dim)``. ``margins`` ``(n,)`` are the differences of the two highest
     probabilities; None for typical images.
     """
     new = np.flatnonzero(largest_cosines(pool, labeled) < DUPLICATE)

@@ -10,7 +10,7 @@ from fedssl.classify.label_next import largest_cosines
 from fedssl.classify.labeled import LabeledImages
 from fedssl.classify.validation import LEVEL, Validation
 from fedssl.embedding import Embeddings
-from fedssl.embedding.unit_features import unit_features
+from fedssl.embedding.embeddings import unit_features
 from fedssl.text_table import align
 
 _MAX_LINES = 20  # classes in a table

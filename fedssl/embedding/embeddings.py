@@ -1,23 +1,29 @@
-"""Features of all images of a path, in memory."""
+"""Features of all images of a path, in memory, and centered features, whose inner products are cosines.
+
+They are centered because representations behind a ReLU all have high cosines.
+"""
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from fedssl.embedding.embedder import Embedder
 from fedssl.embedding.image_list import Block, ImageList, list_images
-from fedssl.embedding.progress import progress_bar
 from fedssl.errors import InputError
 from fedssl.safe_io import sanitize
 
 _MAX_NAMED = 5  # unreadable images in a message
 
 log = logging.getLogger("fedssl")
+_ROUNDING = 1e-5  # of a centered feature compared with its length before
 
 
 @dataclass(frozen=True)
@@ -130,3 +136,27 @@ def check_readable(images: ImageList, unreadable: Mapping[int, str], *, skip: bo
 def _of_encoder(reason: str) -> str:
     """Return a reason without the advice to change the number of channels, which is that of the encoder."""
     return re.sub(r"; set dataset\.channels=.*", "", reason).replace("dataset.channels=", "the encoder's channels=")
+
+
+@contextmanager
+def progress_bar(total: int, *, done: int = 0) -> Iterator[Callable[[int], None]]:
+    """Yield a function that takes the number of images that are done; it shows nothing outside of a terminal."""
+    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("images", total=total, completed=done)
+        yield lambda number: bar.update(task, completed=number)
+
+
+def unit_features(features: np.ndarray, *, center: np.ndarray | None = None) -> np.ndarray:
+    """Center features ``(n, dim)``, by default with their mean, and scale them to length 1, float32 ``(n, dim + 1)``.
+
+    A feature equal to the center has no direction; it becomes the last unit vector. Features of a collapsed encoder, or
+    of equal images, therefore have the cosine 1.
+    """
+    exact = features.astype(np.float64)
+    centered = exact - (exact.mean(axis=0) if center is None else center)
+    lengths = np.linalg.norm(centered, axis=1)
+    is_mean = lengths <= _ROUNDING * np.linalg.norm(exact, axis=1)
+    centered[is_mean], lengths[is_mean] = 0, 1
+    return np.column_stack([centered / lengths[:, None], is_mean]).astype(np.float32)

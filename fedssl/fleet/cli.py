@@ -34,8 +34,7 @@ from fedssl.errors import InputError
 from fedssl.fleet import control_internals
 from fedssl.fleet.address import check_address
 from fedssl.fleet.control import control_api, registered_devices
-from fedssl.fleet.keys import new_private_key, public_key_line, read_public_key
-from fedssl.fleet.kit import make_kit, write_kit
+from fedssl.fleet.kit import make_kit, new_private_key, public_key_line, read_public_key, write_kit
 from fedssl.fleet.watch import FleetView, MetricsServer, Row, Thresholds, as_cell, as_table, as_text, make_view
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import FLEET_FILE, is_locked

@@ -37,8 +37,7 @@ from fedssl.fleet.device_files import (
 )
 from fedssl.fleet.encoders import METRICS, NUM_IMAGES, encoder_quality, stored_encoders
 from fedssl.fleet.history import FILE, read_history
-from fedssl.fleet.keys import readable_by_others
-from fedssl.fleet.kit import read_kit
+from fedssl.fleet.kit import read_kit, readable_by_others
 from fedssl.fleet.limits import read_limits
 from fedssl.fleet.proxy import VARIABLES as PROXY_VARIABLES
 from fedssl.safe_io import sanitize

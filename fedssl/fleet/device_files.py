@@ -10,7 +10,8 @@ from typing import Any, BinaryIO
 from fedssl.atomic_files import atomic_write, write_text
 from fedssl.errors import InputError
 from fedssl.fleet.certificates import root_certificates
-from fedssl.fleet.keys import (
+from fedssl.fleet.kit import (
+    Kit,
     load_private_key,
     new_private_key,
     public_key_line,
@@ -18,7 +19,6 @@ from fedssl.fleet.keys import (
     replace_key,
     write_private,
 )
-from fedssl.fleet.kit import Kit
 from fedssl.fleet.proxy import proxy_environment
 from fedssl.machine.memory import available_memory
 from fedssl.machine.process import available_cores

@@ -1,4 +1,7 @@
-"""The partition of a run: the images of every client, and the server's images for its calibration."""
+"""The partition of a run: the images of every client, and the server's images for its calibration.
+
+Long-tailed classes of the clients' images are those of Cao et al. (NeurIPS 2019, LDAM: CIFAR-10-LT).
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -10,9 +13,9 @@ from torch import Tensor
 from fedssl.config.constraint_table import MIN_IMAGES
 from fedssl.config.settings import PartitionSettings
 from fedssl.datasets.base import ImageData
+from fedssl.datasets.holdout import NO_LABEL
 from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError
-from fedssl.partition.long_tail import long_tail
 from fedssl.seeding import numpy_generator
 
 
@@ -155,3 +158,37 @@ def server_indices(num_images: int, *, share: float, seed: int) -> np.ndarray:
             f"{MIN_IMAGES}; set calibration.share=0.1"
         )
     return np.sort(numpy_generator(seed, "auxiliary").choice(num_images, size=size, replace=False))
+
+
+def long_tail(labels: Tensor | None, *, imbalance: float, seed: int) -> np.ndarray:
+    r"""Return sorted indices of images whose class sizes fall exponentially, in the order of the classes.
+
+    $$
+    n_c = \lfloor n_0 \, \rho^{-c / (C - 1)} \rfloor
+    $$
+
+    with $\rho$ the ``imbalance``, and $n_0$ the largest number for which every class has enough images: all images of
+    the first class, if classes are equally large. In the authors' code ``imb_factor`` is $1 / \rho$. Images without a
+    label are left out. ``labels`` are int64, ``(n,)``; None if the data set has none.
+    """
+    column = np.empty(0, np.int64) if labels is None else labels.numpy()
+    names, available = np.unique(column[column != NO_LABEL], return_counts=True)
+    if len(names) < 2:
+        raise InputError(
+            f"imbalance={imbalance:g} needs images of several classes, and the clients' have "
+            f"{'one class' if len(names) else 'no labels'}; set imbalance=1"
+        )
+    places = np.arange(len(names)) / (len(names) - 1)  # from 0 to 1
+    shares = imbalance**-places
+    sizes = np.floor(shares * (available / shares).min() + 1e-9).astype(np.int64)
+    if not sizes[-1]:
+        largest = np.floor((available[:-1] ** (1 / (1 - places[:-1]))).min())
+        raise InputError(
+            f"imbalance={imbalance:g} leaves the last of {len(names)} classes no image; set imbalance={largest:.0f} "
+            "or less"
+        )
+    generator = numpy_generator(seed, "partition", "long tail")
+    chosen = [
+        generator.permutation(np.flatnonzero(column == name))[:size] for name, size in zip(names, sizes, strict=True)
+    ]
+    return np.sort(np.concatenate(chosen))

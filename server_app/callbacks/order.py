@@ -14,12 +14,11 @@ from fedssl.machine.process import available_cores
 from fedssl.methods.base import build_method
 from server_app.build import RunComponents
 from server_app.callbacks.base import Callback, Callbacks, RoundEnd, RunEnd
-from server_app.callbacks.checkpoints import Checkpoints
 from server_app.callbacks.delivery import Delivery
 from server_app.callbacks.early_stopping import EarlyStop
 from server_app.callbacks.evaluation import Evaluation, Results
 from server_app.callbacks.lines import Costs, Lines, Progress, Tracking
-from server_app.callbacks.models import Collapse, CollapseReports, Snapshots
+from server_app.callbacks.models import Checkpoints, Collapse, CollapseReports, Snapshots
 from server_app.callbacks.personalized import Personalized
 from server_app.callbacks.summary import Summary
 from server_app.client_states import ClientStates

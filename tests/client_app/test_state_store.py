@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from client_app import state_store as module
 from client_app.state_store import FILE_STORE, WriteBehind, load_state, read_state, save_state
 from fedssl.errors import RunError
-from server_app.callbacks.checkpoints import Checkpoints
+from server_app.callbacks.models import Checkpoints
 from server_app.checkpoint import latest_checkpoint
 from simulation.grid import LocalGrid
 from simulation.run import run

@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 
 from fedssl.augmentation import Augmentation
-from fedssl.augmented_views.cli import run
-from fedssl.augmented_views.pictures import Display, view_values
+from fedssl.augmented_views.cli import Display, run, view_values
 from fedssl.errors import InputError
 from fedssl.views import GLOBAL, Mask, View
 from tests.fedssl.report.test_html_page import HOSTILE, Elements

@@ -6,7 +6,7 @@ from base64 import b64decode
 import torch
 from PIL import Image
 
-from fedssl.augmented_views.pictures import Display
+from fedssl.augmented_views.cli import Display
 
 
 def test_bands_are_red_green_and_blue():

@@ -3,7 +3,7 @@
 import numpy as np
 
 from fedssl.classify.label_next import largest_cosines, next_to_label, typical, uncertain
-from fedssl.embedding.unit_features import unit_features
+from fedssl.embedding.embeddings import unit_features
 
 
 def groups_of_images(sizes: list[int], *, spread: float = 0.3, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

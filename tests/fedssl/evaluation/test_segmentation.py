@@ -13,10 +13,9 @@ from sklearn.metrics import jaccard_score
 from fedssl.datasets.base import forget_images
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
-from fedssl.evaluation.masks import read_masks
 from fedssl.evaluation.protocol import EvaluationInput, make_evaluation_input
 from fedssl.evaluation.scores import units_of
-from fedssl.evaluation.segmentation import FeatureMap, Segmentation, _scores, class_counts, confusion
+from fedssl.evaluation.segmentation import FeatureMap, Segmentation, _scores, class_counts, confusion, read_masks
 from tests.fedssl.datasets.made import png, settings_of
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from fedssl.embedding.unit_features import unit_features
-from fedssl.explore import neighbors
-from fedssl.explore.neighbors import close_pairs, nearest_neighbors, outlier_scores
+from fedssl.embedding.embeddings import unit_features
+from fedssl.explore import page
+from fedssl.explore.page import close_pairs, nearest_neighbors, outlier_scores
 
 
 def some(n: int = 40, dim: int = 5, *, seed: int = 0) -> np.ndarray:
@@ -25,7 +25,7 @@ def slow_cosines(features: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(params=[1, 97, 2**22])
 def block_values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(neighbors, "BLOCK_VALUES", request.param)
+    monkeypatch.setattr(page, "BLOCK_VALUES", request.param)
     return request.param
 
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from fedssl.explore.columns import Column, coded, column_of
-from fedssl.explore.images import Collected
+from fedssl.explore.images import Collected, Sheets, thumbnail_size
 from fedssl.explore.page import Gallery, equal_images, make_page
-from fedssl.explore.thumbnails import Sheets, thumbnail_size
 
 HOSTILE = "<img src=x onerror=alert(1)>.png"
 HOSTILE_LABEL = "</script><script>alert(2)</script>"

@@ -6,7 +6,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from fedssl.embedding.unit_features import unit_features
+from fedssl.embedding.embeddings import unit_features
 from fedssl.errors import InputError
 from fedssl.explore import projection
 from fedssl.explore.projection import check_method, principal_components, project

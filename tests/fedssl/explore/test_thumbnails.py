@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedssl.explore.thumbnails import MAX_PIXELS, SHEET, SIZES, Sheets, thumbnail_size
+from fedssl.explore.images import MAX_PIXELS, SHEET, SIZES, Sheets, thumbnail_size
 
 
 @cache

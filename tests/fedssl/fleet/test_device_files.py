@@ -7,8 +7,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from fedssl.fleet.device_files import device_key
-from fedssl.fleet.keys import new_private_key
-from fedssl.fleet.kit import make_kit, write_kit
+from fedssl.fleet.kit import make_kit, new_private_key, write_kit
 
 RSA = rsa.generate_private_key(65537, 1024)
 WITH_PASSPHRASE = b"""-----BEGIN OPENSSH PRIVATE KEY-----

@@ -7,8 +7,7 @@ import zipfile
 import pytest
 
 from fedssl.errors import InputError
-from fedssl.fleet.keys import new_private_key
-from fedssl.fleet.kit import make_kit, read_kit, write_kit
+from fedssl.fleet.kit import make_kit, new_private_key, read_kit, write_kit
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from fedssl.datasets.base import ImageData
 from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.partition import make_partition
-from fedssl.partition.long_tail import long_tail
+from fedssl.partition.partition import long_tail
 
 
 def counts(labels: torch.Tensor, imbalance: float, *, seed: int = 0) -> list[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.watch.server import WatchServer
+from fedssl.watch.cli import WatchServer
 from tests.fedssl.pages.browser import OpenPage, needs_browser
 from tests.fedssl.report.test_html_page import HOSTILE, job
 from tests.fedssl.watch.test_live_run import append

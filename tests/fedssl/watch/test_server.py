@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from fedssl.errors import InputError
-from fedssl.watch.cli import parse_arguments
-from fedssl.watch.server import WatchServer
+from fedssl.watch.cli import WatchServer, parse_arguments
 from fedssl.watch.watcher import Watcher
 from tests.fedssl.report.test_html_page import HOSTILE, Elements, job
 
@@ -103,7 +102,7 @@ def test_an_occupied_port_is_refused_or_followed_by_the_next(server: WatchServer
     port = server.server_address[1]
     with pytest.raises(InputError, match=f"port={port} cannot be used .*; choose another port, or port=0"):
         WatchServer(server.watcher, port=port)
-    monkeypatch.setattr("fedssl.watch.server.PORT", port)
+    monkeypatch.setattr("fedssl.watch.cli.PORT", port)
     with WatchServer(server.watcher) as other:
         assert port < other.server_address[1] < port + 20
         assert other.key != server.key

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fedssl.watch import tail
-from fedssl.watch.tail import Tail
+from fedssl.watch import live_run
+from fedssl.watch.live_run import Tail
 
 
 def lines(*rounds: int) -> str:
@@ -54,7 +54,7 @@ def test_damaged_lines_are_counted_and_left_out(file: Path):
 
 
 def test_large_files_are_read_from_their_last_part(file: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tail, "CHUNK", 40)  # a line has 13 characters
+    monkeypatch.setattr(live_run, "CHUNK", 40)  # a line has 13 characters
     file.write_text(lines(*range(1, 10)))
     reader = Tail(file, max_bytes=60)
     assert rounds(reader.read()) == (False, [6, 7, 8])
