@@ -161,8 +161,8 @@ def count_requests(device: str, overrides: Sequence[str], steps: tuple[int, int]
     from torch.profiler import ProfilerActivity, profile
 
     from benchmarks.augmentation import clock
+    from benchmarks.clients import ours
     from benchmarks.gpu_throughput import make_client
-    from benchmarks.training import ours
 
     launch = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch") if device == "cuda" else ("aten::",)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]

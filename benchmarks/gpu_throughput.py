@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 from benchmarks.augmentation import MEAN, STD, PilViews, clock
+from benchmarks.clients import Client, Epoch, bare, ours, precisions
 from benchmarks.common import time_in_turn
-from benchmarks.training import Client, Epoch, bare, ours, precisions
 from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.machine.devices import check_cuda_features

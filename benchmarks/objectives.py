@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.functional import to_pil_image
 
 from benchmarks import lightly_loops as loops
+from benchmarks.clients import Client, bare, ours
 from benchmarks.common import make_parser, time_in_turn
-from benchmarks.training import Client, bare, ours
 from fedssl.encoders import conv_small
 
 TARGET = 1.5

@@ -1,7 +1,7 @@
-"""Sample of a client's local images, on which it compares models before training."""
+"""A client in a round: its images, state and plans, and the sample of images on which it compares models."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,25 @@ from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import check_loaded
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import LocalTrainer, batches, index_rows, method_inputs, on_device
+from fedssl.wire.messages import TrainPlan
+from strategies.types import ClientState
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientRound:
+    """One round of a client: its images, its state, and the plan, completed by the layers that it cached."""
+
+    client: int  # partition id; for a client without a partition, its number in seeds
+    indices: torch.Tensor  # of its images, int64, (n,)
+    state: ClientState | None
+    state_round: int  # after which the state was saved; 0 without a state
+    plans: tuple[TrainPlan, ...]  # one for each model among which it selects; they differ only in their layers
+    model_index: int = 0  # of the selected plan
+    on_step_start: Callable[[], None] = lambda: None
+
+    @property
+    def plan(self) -> TrainPlan:
+        return self.plans[self.model_index]
 
 
 class LocalDataSample:

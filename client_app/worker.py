@@ -5,13 +5,13 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from client_app.local_data import LocalDataSample
+from client_app.local_data import ClientRound, LocalDataSample
 from client_app.state_store import FILE_STORE, LayerFiles, StateStore
 from fedssl.arrays import Layers
 from fedssl.config.settings import ClientSettings
@@ -40,26 +40,8 @@ from fedssl.training import LocalSteps, LocalTrainer, TrainResult, number_of_bat
 from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan
 from strategies.base import ClientStrategy
 from strategies.mods import make_client_mods
-from strategies.types import ClientState
 
 TARGETS_FOLDER = "targets"  # in the folder of ``dataset.cache``
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClientRound:
-    """One round of a client: its images, its state, and the plan, completed by the layers that it cached."""
-
-    client: int  # partition id; for a client without a partition, its number in seeds
-    indices: torch.Tensor  # of its images, int64, (n,)
-    state: ClientState | None
-    state_round: int  # after which the state was saved; 0 without a state
-    plans: tuple[TrainPlan, ...]  # one for each model among which it selects; they differ only in their layers
-    model_index: int = 0  # of the selected plan
-    on_step_start: Callable[[], None] = lambda: None
-
-    @property
-    def plan(self) -> TrainPlan:
-        return self.plans[self.model_index]
 
 
 class ClientWorker:

@@ -9,6 +9,7 @@ from typing import Any
 
 LARGE = 1e6  # a larger weight, rate or noise overflows float32 within a round
 SMALL = 1e-9  # a smaller one vanishes
+MAX_INTEGER = 2**31 - 1
 _REPRESENTABLE = 1e-30, 1e30  # sizes of numbers other than 0 that float32 has, and whose inverse it has
 _NAMES = {
     int: ("an integer", "integers"),
@@ -104,3 +105,33 @@ def as_yaml(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return list(value) if isinstance(value, tuple) else value
+
+
+def integer(minimum: float, maximum: float = MAX_INTEGER) -> Constraint:
+    """Return the constraint of an integer in a range."""
+    return Constraint(kind=int, minimum=minimum, maximum=maximum)
+
+
+def choice(*choices: Any) -> Constraint:
+    """Return the constraint of one of some values."""
+    return Constraint(choices=choices)
+
+
+def optional(constraint: Constraint) -> Constraint:
+    """Let a constraint allow null."""
+    return replace(constraint, optional=True)
+
+
+def list_of(constraint: Constraint) -> Constraint:
+    """Return the constraint of a list of constrained items."""
+    return replace(constraint, is_list=True)
+
+
+def range_of(constraint: Constraint) -> Constraint:
+    """Return the constraint of a list [low, high] of two constrained numbers."""
+    return replace(constraint, is_range=True)
+
+
+def all_of(constraint: Constraint, *names: str) -> dict[str, Constraint]:
+    """Give the same constraint to several settings."""
+    return dict.fromkeys(names, constraint)
