@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-from fedssl.errors import InputError, RunError, error_of_path
+from fedssl.errors import InputError, RunError, error_of_path, sanitize
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 _PACKAGES = ("client_app", "server_app", "simulation", "strategies")
@@ -145,13 +145,5 @@ def _print_stop(name: str, where: str) -> int:
 
 def _print_error(message: str, *, status: int) -> int:
     with suppress(OSError):  # the terminal may be closed
-        print(_sanitize(message), file=sys.stderr, flush=True)
+        print(sanitize(message), file=sys.stderr, flush=True)
     return status
-
-
-def _sanitize(message: str) -> str:
-    try:
-        from fedssl.safe_io import sanitize  # here: signals are handled before it is imported
-    except Exception:  # an import that was interrupted cannot be repeated
-        return message.encode("ascii", "backslashreplace").decode()
-    return sanitize(message)

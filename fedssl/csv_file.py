@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fedssl.errors import InputError
-from fedssl.safe_io import MAX_LINES_BYTES, corrupt_file_error, read_bytes, sanitize
+from fedssl.errors import InputError, sanitize
+from fedssl.safe_io import MAX_LINES_BYTES, corrupt_file_error, read_bytes
 
 _MAX_DIGITS = 9  # of a client's number
 _MAX = 1e15  # seconds, or a speed; float64 then still resolves an eighth of a second

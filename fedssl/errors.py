@@ -25,11 +25,23 @@ _REMEDIES = {
 }
 
 
+def sanitize(text: object, *, lines: bool = False) -> str:
+    """Replace control characters, which a terminal would execute, by spaces; ``lines`` keeps line breaks."""
+    text = str(text)
+    if text.isprintable():  # at once, since tables have millions of cells
+        return text
+    return "".join(char if char.isprintable() or (lines and char == "\n") else " " for char in text)
+
+
 class InputError(ValueError):
     """Invalid setting, file or folder: one sentence with what, found, allowed and remedy.
 
-    The command line prints the sentence without a traceback and exits with status 2.
+    The command line prints the sentence without a traceback and exits with status 2. Control characters, which names of
+    files may have, become spaces.
     """
+
+    def __init__(self, message: object) -> None:
+        super().__init__(sanitize(message))
 
 
 class RunError(RuntimeError):

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from fedssl.safe_io import sanitize
+from fedssl.errors import sanitize
 
 MAX_DEPTH = 32  # of nested values
 _MAX_SIZE = 2**22  # number of values and of characters

@@ -21,7 +21,7 @@ from typing import IO, Any
 import yaml
 
 from fedssl.digests import checksum
-from fedssl.errors import InputError
+from fedssl.errors import InputError, sanitize
 
 FilePath = str | Path
 
@@ -49,14 +49,6 @@ def corrupt_file_error(file: Path, problem: str) -> InputError:
 def valid_text(name: str) -> str:
     """Return the name of a file, which may have any bytes, as text that UTF-8 can encode."""
     return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
-
-
-def sanitize(text: object, *, lines: bool = False) -> str:
-    """Replace control characters, which a terminal would execute, by spaces; ``lines`` keeps line breaks."""
-    text = str(text)
-    if text.isprintable():  # at once, since tables have millions of cells
-        return text
-    return "".join(char if char.isprintable() or (lines and char == "\n") else " " for char in text)
 
 
 def sanitize_line(text: str | None, *, max_chars: int = 300) -> str:

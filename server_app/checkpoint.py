@@ -12,9 +12,9 @@ import torch
 
 from fedssl.arrays import Layers
 from fedssl.atomic_files import atomic_write, remove, round_file, saved_rounds
-from fedssl.errors import InputError
+from fedssl.errors import InputError, sanitize
 from fedssl.runs.manifest import Manifest, Part, digest_of, read_manifest, write_manifest
-from fedssl.safe_io import MAX_TENSORS_BYTES, iter_leaves, read_tensors, sanitize
+from fedssl.safe_io import MAX_TENSORS_BYTES, iter_leaves, read_tensors
 from server_app.client_models import ClientModels
 from server_app.serialization import to_arrays, to_serializable
 from strategies.types import GlobalModel, NoState, ServerState

@@ -11,9 +11,9 @@ from typing import TypeVar
 import torch
 
 from fedssl.atomic_files import atomic_write, delete_old_rounds, round_file
-from fedssl.errors import RunError
+from fedssl.errors import RunError, sanitize
 from fedssl.runs.manifest import CLIENT_MODELS, MODEL_SUFFIX, Part, client_folder, file_part
-from fedssl.safe_io import read_tensors, sanitize
+from fedssl.safe_io import read_tensors
 from server_app.serialization import to_arrays, to_serializable
 from strategies.types import GlobalModel
 

@@ -25,9 +25,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Column
 
 from fedssl.config.saved_run import resume_command
-from fedssl.errors import DISK_ERRORS, RunError
+from fedssl.errors import DISK_ERRORS, RunError, sanitize
 from fedssl.evaluation.scores import Score
-from fedssl.safe_io import sanitize
 
 log = logging.getLogger("fedssl")
 

@@ -23,11 +23,11 @@ from fedssl.config.overrides import by_key, key_and_group, parse, quote_value, t
 from fedssl.config.saved_run import check_saved_overrides
 from fedssl.config.settings import Settings
 from fedssl.config.targets import SEARCHPATH_KEY
-from fedssl.errors import InputError, RunError
+from fedssl.errors import InputError, RunError, sanitize
 from fedssl.report.accuracy_table import NOT_FINISHED, sweep_results
 from fedssl.runs.groups import OWN_KEYS
 from fedssl.runs.run import LOCK_FILE, acquire_lock, is_locked, read_run, read_summary, write_summary
-from fedssl.safe_io import checksum_line, corrupt_file_error, read_yaml, sanitize
+from fedssl.safe_io import checksum_line, corrupt_file_error, read_yaml
 from simulation.axes import OPTIONS, expand_axes, with_experiment_values
 from simulation.sweep_progress import SweepProgress
 

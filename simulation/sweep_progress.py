@@ -11,10 +11,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fedssl.errors import InputError
+from fedssl.errors import InputError, sanitize
 from fedssl.evaluation.scores import Score
 from fedssl.runs.run import Run, read_run
-from fedssl.safe_io import sanitize
 
 REFRESH_PER_SECOND = 1
 MAX_ROWS = 20  # of the live table

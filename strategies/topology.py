@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedssl.errors import InputError, shortened
+from fedssl.errors import InputError, sanitize, shortened
 from fedssl.plots.style import new_figure, write_png
-from fedssl.safe_io import read_text, sanitize
+from fedssl.safe_io import read_text
 from fedssl.seeding import derive_seed
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from fedssl.datasets.holdout import NO_LABEL
 from fedssl.embedding import Embedder, Embeddings
 from fedssl.embedding.embeddings import embed_list, list_for
 from fedssl.embedding.image_list import ImageList
-from fedssl.errors import InputError, shortened
-from fedssl.safe_io import sanitize
+from fedssl.errors import InputError, sanitize, shortened
 
 GROUP = "group"  # column that is used without a setting
 UNLABELED = {"label": None, "folders": "none"}  # settings of images whose labels are not used
@@ -62,7 +61,7 @@ def list_labeled(embedder: Embedder, path: Path, settings: Mapping[str, Any]) ->
     if len(present) < 2:
         name = images.classes[present[0]] if images.classes else str(present[0])
         raise InputError(
-            f"labeled={path} has one class only ({sanitize(name)}), but a classifier needs two; add images of another "
+            f"labeled={path} has one class only ({name}), but a classifier needs two; add images of another "
             "class, or of anything else as the class other"
         )
     return images
@@ -92,10 +91,8 @@ def _check_copies(images: Embeddings, rows: np.ndarray, labels: np.ndarray, clas
         other = first.setdefault(images.digests[row], place)
         if labels[other] != label:
             raise InputError(
-                sanitize(
-                    f"{names[rows[other]]} and {names[row]} are the same image, but labeled {classes[labels[other]]!r} "
-                    f"and {classes[label]!r}; remove the wrong one"
-                )
+                f"{names[rows[other]]} and {names[row]} are the same image, but labeled {classes[labels[other]]!r} "
+                f"and {classes[label]!r}; remove the wrong one"
             )
     if len(first) > 1 and np.ptp(images.features[rows], axis=0).max() == 0:
         raise InputError("the encoder gives the same features for all labeled images: it has collapsed; train another")

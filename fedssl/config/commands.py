@@ -11,8 +11,7 @@ from fedssl.command_line import run_command
 from fedssl.config.literal import literal_values, path_of
 from fedssl.config.overrides import did_you_mean, parse
 from fedssl.config.targets import SEARCHPATH_KEY, expand_config_dir_flag
-from fedssl.errors import InputError
-from fedssl.safe_io import sanitize
+from fedssl.errors import InputError, sanitize
 
 DATA_SET = "dataset."
 

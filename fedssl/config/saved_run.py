@@ -17,9 +17,9 @@ from fedssl.config.hydra_internals import Override
 from fedssl.config.literal import shell_command
 from fedssl.config.overrides import check_run_id, config_groups, parse, quote_value
 from fedssl.config.settings import RecordingSettings
-from fedssl.errors import InputError
+from fedssl.errors import InputError, sanitize
 from fedssl.plain_values import RUN_KEYS, flatten, plain_values
-from fedssl.safe_io import checksum_line, corrupt_file_error, read_yaml, sanitize
+from fedssl.safe_io import checksum_line, corrupt_file_error, read_yaml
 
 BASE_FOLDER = "base"  # beside the folder of the client states: base layers, see `fedssl.base_layers`
 INITIAL_ENCODER_FILE = "initial_encoder.pt"  # in the folder of a run with encoder.weights, from which it is resumed
@@ -54,7 +54,7 @@ def check_saved_overrides(overrides: Sequence[str], file: Path) -> None:
     for text in overrides:
         if _escapes_run_folder(text, file):
             raise InputError(
-                f"{file} contains {sanitize(text)}, which points outside the run folder and is accepted only from your "
+                f"{file} contains {text}, which points outside the run folder and is accepted only from your "
                 "own command, because the folder may come from somebody else; if you trust it, add the override there "
                 "(a config directory as --config-dir FOLDER)"
             )

@@ -26,8 +26,7 @@ from fedssl.datasets.image_index import ImageIndex, columns_at
 from fedssl.datasets.images import ImageSource, SelectedImages
 from fedssl.datasets.raster import MAXIMA
 from fedssl.datasets.sample_checks import constant_warnings
-from fedssl.errors import InputError
-from fedssl.safe_io import sanitize
+from fedssl.errors import InputError, sanitize
 from fedssl.seeding import numpy_generator
 
 Split = Literal["federated", "train", "test"]

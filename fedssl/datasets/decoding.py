@@ -21,9 +21,9 @@ from fedssl.datasets.formats import FORMATS, register_formats
 from fedssl.datasets.pages import Pages, open_pages, stacked
 from fedssl.datasets.pixels import to_array
 from fedssl.datasets.raster import PixelSettings, Raster, convert, widest
-from fedssl.errors import InputError
+from fedssl.errors import InputError, sanitize
 from fedssl.machine.memory import decode_slot
-from fedssl.safe_io import FilePath, sanitize
+from fedssl.safe_io import FilePath
 
 
 class Page(NamedTuple):

@@ -23,7 +23,6 @@ from fedssl.datasets.listing import Listing, ending_of, log_once
 from fedssl.datasets.sources import Source
 from fedssl.datasets.splits import HELD_OUT, matching, split_of
 from fedssl.errors import InputError, shortened
-from fedssl.safe_io import sanitize
 
 _LEVELS = {"class": ("class",), "owner": ("owner",), "owner/class": ("owner", "class"), "none": ()}
 
@@ -117,7 +116,7 @@ def _test_folders(below: str, parts: Mapping[str, _Part], classes: Sequence[str]
         )
     chosen = next(iter(labeled or groups), [])
     if chosen and split_of(chosen[0]) != "test":
-        log_once(logging.INFO, sanitize(f"{below}: {shortened(chosen)} serves as the test"))
+        log_once(logging.INFO, f"{below}: {shortened(chosen)} serves as the test")
     return chosen
 
 
@@ -205,11 +204,9 @@ def _layout_error(listing: Listing, loose: str, level: str, folders: str) -> Inp
     beside = f"beside the subfolders {shortened(names)}" if names else f"but dataset.folders={folders} needs subfolders"
     no_labels = {"class": "none", "owner/class": "owner"}[folders] if level == "class" else ""
     return InputError(
-        sanitize(
-            f"{listing.root}/{start}".rstrip("/") + f" holds {sum(not slash for _, slash, _ in below)} loose images "
-            f"{beside}; move them into a subfolder (one per {level})"
-            + (f", or give dataset.folders={no_labels} for no labels" if no_labels else "")
-        )
+        f"{listing.root}/{start}".rstrip("/") + f" holds {sum(not slash for _, slash, _ in below)} loose images "
+        f"{beside}; move them into a subfolder (one per {level})"
+        + (f", or give dataset.folders={no_labels} for no labels" if no_labels else "")
     )
 
 

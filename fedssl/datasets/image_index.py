@@ -17,8 +17,8 @@ from fedssl.datasets.decoding import Decoding, Encoded, Page, Shape
 from fedssl.datasets.formats import is_zarr
 from fedssl.datasets.sample_checks import SAMPLE
 from fedssl.digests import identity, new_identity
-from fedssl.errors import InputError
-from fedssl.safe_io import FilePath, sanitize
+from fedssl.errors import InputError, sanitize
+from fedssl.safe_io import FilePath
 
 _MAX_LISTED = 5  # images listed in a warning
 FOLDER = "folder"  # value of dataset.group: the folder of a file is its group

@@ -16,8 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from fedssl.datasets.formats import DICOM_DIRECTORY, DICOM_SUFFIX, DOUBLE_SUFFIXES, is_dicom, is_zarr
-from fedssl.errors import InputError
-from fedssl.safe_io import sanitize
+from fedssl.errors import InputError, sanitize
 
 # Made by operating systems, network drives and Python; in lower case.
 HIDDEN_NAMES = {"__macosx", "__pycache__", "thumbs.db", "ehthumbs.db", "desktop.ini", "$recycle.bin", "recycler"}
@@ -126,7 +125,7 @@ def ending_by_content(path: str) -> str:
 @cache
 def log_once(level: int, line: str) -> None:
     """Log a line, unless this process has logged it already: every split lists the same folder."""
-    log.log(level, "%s", line)
+    log.log(level, "%s", sanitize(line))
 
 
 class _Walk:
@@ -220,7 +219,7 @@ class _Walk:
             yield absolute
         except OSError as error:
             remedy = "allow reading it" if not folder else f"allow reading it, or move it out of {self._listing.root}"
-            raise InputError(sanitize(f"{absolute} cannot be read ({error.strerror}); {remedy}")) from error
+            raise InputError(f"{absolute} cannot be read ({error.strerror}); {remedy}") from error
 
 
 def _has(check: Callable[[], bool]) -> bool:

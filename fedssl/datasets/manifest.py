@@ -13,7 +13,6 @@ from pyarrow import csv, json
 from fedssl.csv_file import csv_text, decoded
 from fedssl.datasets.formats import SUFFIXES as IMAGE_SUFFIXES
 from fedssl.datasets.listing import ending_of, is_file, is_folder, log_once
-from fedssl.safe_io import sanitize
 
 SUFFIXES = (".csv", ".tsv", ".jsonl")
 _ZERO_PADDED = re.compile(r"\s*0\d")  # of names, such as 01, which is not 1
@@ -81,5 +80,5 @@ def _as_written(name: str, column: pa.ChunkedArray, texts: pa.ChunkedArray) -> p
         words = [text for text, value in zip(texts.to_pylist(), column, strict=True) if not value.is_valid and text]
         if words:
             line = f"{name}: {len(words):,} values {', '.join(sorted(set(words)))} are read as missing; write names "
-            log_once(logging.WARNING, sanitize(f"{line}differently"))
+            log_once(logging.WARNING, f"{line}differently")
     return column

@@ -24,9 +24,9 @@ from fedssl.datasets.npy import as_images, npy_bytes, read_header
 from fedssl.datasets.sources import Source
 from fedssl.datasets.split_files import split_in
 from fedssl.datasets.splits import HELD_OUT, matching, split_of, split_of_word
-from fedssl.errors import InputError, shortened
+from fedssl.errors import InputError, sanitize, shortened
 from fedssl.machine.memory import available_memory, gigabytes
-from fedssl.safe_io import open_regular_file, sanitize
+from fedssl.safe_io import open_regular_file
 
 _SHARE = 2  # an array needs at most one part in two of the available memory
 _IMAGES, _LABELS = ("images", "image", "x"), ("label", "labels", "y")  # parts of the names of arrays

@@ -33,9 +33,9 @@ from fedssl.datasets.listing import ending_of, log_once
 from fedssl.datasets.pages import open_pages
 from fedssl.datasets.sample_checks import SAMPLE
 from fedssl.digests import identity
-from fedssl.errors import InputError, shortened
+from fedssl.errors import InputError, sanitize, shortened
 from fedssl.machine.process import available_cores
-from fedssl.safe_io import FilePath, sanitize
+from fedssl.safe_io import FilePath
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ def _with_bands(index: SequenceIndex, files: Sequence[FilePath]) -> SequenceInde
             "dataset.pages=channels: each image would be a class of its own, because the folder of its bands has no "
             "other images; set dataset.folders=none, or move the folders of a class into one folder"
         )
-    log_once(logging.INFO, sanitize(f"the files of a folder are the channels of an image, such as {images[0].files}"))
+    log_once(logging.INFO, f"the files of a folder are the channels of an image, such as {images[0].files}")
     alone = vars(ImageIndex.at(index, np.array(rows))) | {"images": images}
     return PageIndex(**alone).at(np.arange(len(images)))
 

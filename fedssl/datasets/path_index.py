@@ -28,7 +28,6 @@ from fedssl.datasets.splits import HELD_OUT, split_of_word
 from fedssl.datasets.table_index import RowIndex, index_tables
 from fedssl.digests import new_identity
 from fedssl.errors import InputError, shortened
-from fedssl.safe_io import sanitize
 
 # Arguments of `read` for all images of a path, without labels, as on a device.
 ALL_IMAGES: Mapping[str, Any] = {
@@ -55,13 +54,13 @@ def index_path(path: str, query: Query, *, containers_first: bool = False) -> Im
         is_test = split_of_word(query.split) in HELD_OUT
         rows = stratified_holdout(labels, fraction=query.test_fraction, groups=index.groups)[is_test]
         if index.groups is not None and index.labels is not None and not len(rows):
-            log_once(logging.WARNING, sanitize(f"{path}: {_NOTHING_HELD_OUT}"))
+            log_once(logging.WARNING, f"{path}: {_NOTHING_HELD_OUT}")
         index = index.at(rows)
     elif split_of_word(query.split) in HELD_OUT and (index.groups is not None or _names_files(index)):
         index = replace(index, warnings=index.warnings + _common(source, index, query))
     if index.groups is not None and index.count:
         number = len(np.unique(index.groups))
-        log_once(logging.INFO, sanitize(f"{path}: {query.split}: {index.count:,} images in {number:,} groups"))
+        log_once(logging.INFO, f"{path}: {query.split}: {index.count:,} images in {number:,} groups")
     return replace(index, warnings=source.warnings + index.warnings) if index.count else None
 
 

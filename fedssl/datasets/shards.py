@@ -26,7 +26,6 @@ import pyarrow as pa
 from fedssl.datasets.formats import SUFFIXES as IMAGE_SUFFIXES
 from fedssl.datasets.listing import ending_of, is_hidden, log_once
 from fedssl.datasets.splits import split_of
-from fedssl.safe_io import sanitize
 
 KEY = "__key__"  # column of the names of samples
 ANY_IMAGE = "__image__"  # column of the images of all endings, if no sample has two
@@ -67,7 +66,7 @@ def shard_table(file: Path) -> pa.Table:
 @lru_cache(maxsize=1024)
 def _table(file: Path, _modified: int) -> pa.Table:
     if is_compressed(file):
-        log_once(logging.INFO, sanitize(f"{file} is decompressed from its start to find its images; gunzip it once"))
+        log_once(logging.INFO, f"{file} is decompressed from its start to find its images; gunzip it once")
     try:
         with _opened(file) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
             members, texts = _members(archive, _max_bytes(file))
@@ -129,7 +128,7 @@ def _check_end(file: Path, stream: _Gzip | BufferedReader, end: int) -> None:
     stream.seek(end)
     content = stream.read(tarfile.RECORDSIZE)
     if not content:
-        log_once(logging.WARNING, sanitize(f"{file} has no end: it may be cut, and images may be missing"))
+        log_once(logging.WARNING, f"{file} has no end: it may be cut, and images may be missing")
     while content:
         if content.strip(b"\0") or stream.tell() > end + _max_bytes(file):
             raise tarfile.ReadError(f"it is cut or damaged at byte {end:,}, or several files are joined")

@@ -25,8 +25,7 @@ from fedssl.datasets.listing import (
 )
 from fedssl.datasets.manifest import SUFFIXES as MANIFEST_SUFFIXES
 from fedssl.datasets.shards import SUFFIXES as SHARD_SUFFIXES
-from fedssl.errors import InputError, shortened
-from fedssl.safe_io import sanitize
+from fedssl.errors import InputError, sanitize, shortened
 
 IMAGES, TABLES, ARRAYS = "images", "tables", "arrays"
 _CONTAINERS = {
@@ -88,7 +87,7 @@ class Source:
     def log(self, found: str) -> None:
         """Log what was found in the files, and what is ignored, in one line."""
         ignored = self.listing.ignored_kinds()
-        log_once(logging.INFO, sanitize(f"{self.path}: {found}{'; ignored ' if ignored else ''}{ignored}"))
+        log_once(logging.INFO, f"{self.path}: {found}{'; ignored ' if ignored else ''}{ignored}")
 
 
 def find(path: str, *, containers_first: bool = False, setting: str = "dataset.path") -> Source:

@@ -13,8 +13,7 @@ from pathlib import Path
 from fedssl.datasets.listing import log_once
 from fedssl.datasets.sources import Source
 from fedssl.datasets.splits import HELD_OUT, split_of, split_of_word
-from fedssl.errors import InputError, shortened
-from fedssl.safe_io import sanitize
+from fedssl.errors import InputError, sanitize, shortened
 
 _SHARD = re.compile(r"(.+)-\d+-of-\d+")  # file names of the Hub
 
@@ -37,15 +36,13 @@ def files_of_split(source: Source, split: str) -> list[Path]:
         if split_of_word(split) in HELD_OUT:
             remedy = "hold out a share with dataset.test_fraction=0.2, or set dataset.splits.test=null for no test"
         raise InputError(
-            sanitize(
-                f"{source.setting}={source.path} has no split {split!r}, only {_sorted_names(names.values())}; {remedy}"
-            )
+            f"{source.setting}={source.path} has no split {split!r}, only {_sorted_names(names.values())}; {remedy}"
         )
     again = Counter(file.name for file in files if _SHARD.match(file.name))
     folders = sorted({str(file.parent) for file in files if again[file.name] > 1})
     if folders:
         line = f"{source.path}: files of the same names in {shortened(folders)} are read as one data set; if these are "
-        log_once(logging.WARNING, sanitize(f"{line}several, set {source.setting}={folders[0]}"))
+        log_once(logging.WARNING, f"{line}several, set {source.setting}={folders[0]}")
     unnamed = {file: name for file, name in names.items() if kinds[file] is None and file not in files}
     if unnamed and split_of_word(split) == "train":
         log_once(
@@ -71,7 +68,7 @@ def _files_of(split: str, names: Mapping[Path, str], kinds: Mapping[Path, str | 
         files = [file for file in names if kinds[file] == served]
         if files:
             if served != kind:
-                log_once(logging.INFO, sanitize(f"{_sorted_names(names[file] for file in files)} serves as the test"))
+                log_once(logging.INFO, f"{_sorted_names(names[file] for file in files)} serves as the test")
             return files
     return []
 

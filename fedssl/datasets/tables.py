@@ -21,8 +21,8 @@ from fedssl.datasets.manifest import SUFFIXES as MANIFEST_SUFFIXES
 from fedssl.datasets.manifest import manifest_table, named_file, names_image
 from fedssl.datasets.npy import npy_bytes
 from fedssl.datasets.shards import ANY_IMAGE, PLACE, is_compressed, is_shard, shard_table
-from fedssl.errors import InputError, shortened
-from fedssl.safe_io import open_regular_file, sanitize
+from fedssl.errors import InputError, sanitize, shortened
+from fedssl.safe_io import open_regular_file
 
 CHUNK = 256  # rows read at a time, and images per task of a decoding thread
 _LFS = b"version https://git-lfs"  # begins a file that stands for another one

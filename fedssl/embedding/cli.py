@@ -25,7 +25,6 @@ from fedssl.embedding.partial import Partial, open_partial, partial_bytes, remov
 from fedssl.errors import InputError
 from fedssl.machine.memory import gigabytes
 from fedssl.machine.process import OPENMP_ENV
-from fedssl.safe_io import sanitize
 
 USAGE = (
     "usage: fedssl-embed run=DIR images=PATH out=FILE [backend=torch|onnx] [device=auto|cpu|cuda|mps]\n"
@@ -103,6 +102,6 @@ def _check_disk(out: Path, needed: int) -> None:
     free = shutil.disk_usage(out.parent).free
     if needed > free:
         raise InputError(
-            f"{sanitize(out.parent)} has no room for the features: they need {gigabytes(needed)} while they are "
+            f"{out.parent} has no room for the features: they need {gigabytes(needed)} while they are "
             f"written, and {gigabytes(free)} are free; free disk space, or choose another disk with out="
         )

@@ -17,8 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 from fedssl.embedding.embedder import Embedder
 from fedssl.embedding.image_list import Block, ImageList, list_images
-from fedssl.errors import InputError
-from fedssl.safe_io import sanitize
+from fedssl.errors import InputError, sanitize
 
 _MAX_NAMED = 5  # unreadable images in a message
 

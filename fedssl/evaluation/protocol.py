@@ -14,13 +14,12 @@ from fedssl.config.settings import DataSettings
 from fedssl.datasets.base import ImageData, Split, load_split, source_split
 from fedssl.datasets.holdout import NO_LABEL
 from fedssl.datasets.images import ImageSource
-from fedssl.errors import InputError, shortened
+from fedssl.errors import InputError, sanitize, shortened
 from fedssl.evaluation.features import Features, extract, pixels
 from fedssl.evaluation.scores import Score, as_scores
 from fedssl.machine.devices import CPU
 from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.machine.out_of_memory import module_on_cpu, retry_in_chunks
-from fedssl.safe_io import sanitize
 
 # Splits that an evaluation needs, with their names in messages.
 SPLITS: dict[Split, str] = {"train": "training", "test": "test"}

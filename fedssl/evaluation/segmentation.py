@@ -39,7 +39,6 @@ from fedssl.evaluation.linear_probe import fit_linear, standardize
 from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol, LabeledImages
 from fedssl.evaluation.scores import FRACTION, Score
 from fedssl.machine.memory import available_memory, gigabytes
-from fedssl.safe_io import sanitize
 
 _CHUNK = 64  # images whose logits have the size of images at a time
 _MODES = ("1", "L", "P", "I", "I;16")  # of one number per pixel
@@ -72,13 +71,11 @@ def read_masks(images: LabeledImages, where: str) -> Tensor:
             size = _displayed_size(image, decoding)
         except Exception as error:  # a decoder can raise any exception
             reason = unreadable_reason(error)
-            raise InputError(sanitize(f"the mask of {index.image_name(row)} cannot be used: {reason}")) from error
+            raise InputError(f"the mask of {index.image_name(row)} cannot be used: {reason}") from error
         if mask.size != size:
             raise InputError(
-                sanitize(
-                    f"the mask of {index.image_name(row)} has {mask.width} x {mask.height} pixels, but the image has "
-                    f"{size[0]} x {size[1]}; save masks in the size of their images"
-                )
+                f"the mask of {index.image_name(row)} has {mask.width} x {mask.height} pixels, but the image has "
+                f"{size[0]} x {size[1]}; save masks in the size of their images"
             )
         left, top, side = center_square(*size)
         box, side_out = (left, top, left + side, top + side), (decoding.size, decoding.size)
@@ -107,14 +104,12 @@ def _mask_files(folder: Path, images: Sequence[str]) -> list[Path]:
         (missing if mask is None else found).append(mask or Path(image))
     if missing:
         raise InputError(
-            sanitize(
-                f"{folder} has no mask for {len(missing)} of {len(images)} images ({shortened(map(str, missing))}); "
-                "give each mask the name of its image, except for the ending"
-            )
+            f"{folder} has no mask for {len(missing)} of {len(images)} images ({shortened(map(str, missing))}); "
+            "give each mask the name of its image, except for the ending"
         )
     repeated = [str(mask) for mask, number in Counter(found).items() if number > 1]
     if repeated:
-        raise InputError(sanitize(f"several images have the masks {shortened(repeated)}; use subfolders as theirs"))
+        raise InputError(f"several images have the masks {shortened(repeated)}; use subfolders as theirs")
     return found
 
 

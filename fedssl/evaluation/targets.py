@@ -25,7 +25,6 @@ from fedssl.csv_file import check_line, read_lines
 from fedssl.datasets.listing import log_once
 from fedssl.errors import InputError, shortened
 from fedssl.evaluation.protocol import EvaluationInput, LabeledImages
-from fedssl.safe_io import sanitize
 
 _REMEDY = "name other columns with evaluation.columns=[NAME,...]"
 _BOOLS = {"true": 1.0, "false": 0.0}
@@ -137,7 +136,7 @@ def _number(name: str, value: Any) -> float:
         return float(_BOOLS.get(value.strip().lower(), value) if isinstance(value, str) else value)
     except (TypeError, ValueError) as error:
         raise InputError(
-            sanitize(f"the column {name!r} has the value {str(value)[:40]!r}, but targets are numbers; {_REMEDY}")
+            f"the column {name!r} has the value {str(value)[:40]!r}, but targets are numbers; {_REMEDY}"
         ) from error
 
 
@@ -164,15 +163,13 @@ def _read_csv(
     others = header[1:]
     missing = [name for name in columns or () if name not in others]
     if missing or not others:
-        raise InputError(sanitize(f"{file} has no column {shortened(missing)} after the first; it has {others}"))
+        raise InputError(f"{file} has no column {shortened(missing)} after the first; it has {others}")
     table = _by_image(file, [row[0].strip() for row in lines], splits)
     found = [[table.get(name) for name in _files(split)] for split in splits]
     for split, numbers in zip(("training", "test"), found, strict=True):
         unknown = numbers.count(None)
         if unknown == len(numbers):
-            raise InputError(
-                sanitize(f"{file} has no row of the {len(numbers)} {split} images; its first column has the files")
-            )
+            raise InputError(f"{file} has no row of the {len(numbers)} {split} images; its first column has the files")
         if unknown:
             log_once(logging.WARNING, f"{file} has no row for {unknown} of {len(numbers)} {split} images: not used")
     return {
@@ -185,7 +182,7 @@ def _by_image(file: Path, names: Sequence[str], splits: Sequence[LabeledImages])
     """Return the row of each image file that a CSV file names: by its path, or else by its name."""
     twice = [name for name, number in Counter(names).items() if number > 1]
     if twice:
-        raise InputError(sanitize(f"{file} has several rows of {shortened(twice)}; keep one row per image"))
+        raise InputError(f"{file} has several rows of {shortened(twice)}; keep one row per image")
     images = [name for split in splits for name in _files(split)]
     by_path = {str((file.parent / name).absolute()): row for row, name in enumerate(names)}
     if any(image in by_path for image in images):
@@ -195,9 +192,7 @@ def _by_image(file: Path, names: Sequence[str], splits: Sequence[LabeledImages])
     found = {image: by_name.get(Path(image).name, by_stem.get(Path(image).stem)) for image in images}
     repeated = [names[row] for row, number in Counter(found.values()).items() if row is not None and number > 1]
     if repeated:
-        raise InputError(
-            sanitize(f"several images have the names {shortened(repeated)} of {file}; give paths from its folder")
-        )
+        raise InputError(f"several images have the names {shortened(repeated)} of {file}; give paths from its folder")
     return {image: row for image, row in found.items() if row is not None}
 
 

@@ -27,12 +27,11 @@ from fedssl.config.literal import path_of
 from fedssl.config.targets import SEARCHPATH_KEY, search_folders
 from fedssl.embedding.embedder import Embedder, load_embedder
 from fedssl.embedding.embeddings import list_for
-from fedssl.errors import InputError
+from fedssl.errors import InputError, sanitize
 from fedssl.explore.clusters import MAX_CLUSTERS
 from fedssl.explore.images import Images, PathImages, collect
 from fedssl.explore.page import Gallery, make_page
 from fedssl.explore.projection import check_method
-from fedssl.safe_io import sanitize
 
 USAGE = (
     "usage: fedssl-explore run=DIR [images=PATH] [out=explore.html] [embeddings=FILE] [backend=torch|onnx]\n"

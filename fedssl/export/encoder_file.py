@@ -24,14 +24,14 @@ from fedssl import encoders
 from fedssl.atomic_files import atomic_write
 from fedssl.config.targets import user_encoder
 from fedssl.datasets.raster import pixel_settings
-from fedssl.errors import InputError
+from fedssl.errors import InputError, sanitize
 from fedssl.export.preprocess import Preprocess
 from fedssl.export.weights import read_safetensors
 from fedssl.machine.device_copies import copy_to_cpu
 from fedssl.machine.devices import is_gpu
 from fedssl.machine.meta_device import shapes_only
 from fedssl.plain_values import plain_values
-from fedssl.safe_io import check_tensors_like, read_tensors, sanitize
+from fedssl.safe_io import check_tensors_like, read_tensors
 
 _FORMATS = "fedssl-encoder-"
 FORMAT = f"{_FORMATS}1"
@@ -235,9 +235,7 @@ def read_content(path: Path) -> dict[str, Any]:
     try:
         return content | {key: _checked(content[key], key) for key in content.keys() - {"weights"}}
     except ValueError as error:
-        raise InputError(
-            f"{path} is not used, because its {sanitize(error)}; choose the encoder.pt of a run folder"
-        ) from error
+        raise InputError(f"{path} is not used, because its {error}; choose the encoder.pt of a run folder") from error
 
 
 def _checked(value: Any, key: str) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedssl.config.literal import public_overrides, shell_command
+from fedssl.errors import sanitize
 from fedssl.evaluation.scores import as_scores, format_table
 from fedssl.export.encoder_file import load_encoder
 from fedssl.export.preprocess import Preprocess
@@ -23,7 +24,6 @@ from fedssl.export.timm_weights import TimmModel, has_timm, timm_model, timm_wei
 from fedssl.export.weights import write_safetensors, write_weights
 from fedssl.plots.partition import read_partition_table
 from fedssl.runs.run import Run
-from fedssl.safe_io import sanitize
 
 CONFIG, WEIGHTS, PREPROCESSING, CARD = "config.json", "model.safetensors", "preprocessor_config.json", "README.md"
 

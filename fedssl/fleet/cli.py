@@ -30,7 +30,7 @@ from typing import Any
 from fedssl.command_line import run_command
 from fedssl.config.literal import user_path
 from fedssl.config.settings import EngineSettings
-from fedssl.errors import InputError
+from fedssl.errors import InputError, sanitize
 from fedssl.fleet import control_internals
 from fedssl.fleet.address import check_address
 from fedssl.fleet.control import control_api, registered_devices
@@ -38,7 +38,7 @@ from fedssl.fleet.kit import make_kit, new_private_key, public_key_line, read_pu
 from fedssl.fleet.watch import FleetView, MetricsServer, Row, Thresholds, as_cell, as_table, as_text, make_view
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import FLEET_FILE, is_locked
-from fedssl.safe_io import read_text, read_yaml, sanitize
+from fedssl.safe_io import read_text, read_yaml
 from fedssl.text_table import align
 from fedssl.wire.device import COMPARED_PACKAGES, check_device_name
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from fedssl.command_line import run_command
 from fedssl.config.literal import user_path
-from fedssl.errors import InputError, RequestRefused
+from fedssl.errors import InputError, RequestRefused, sanitize
 from fedssl.fleet.availability import read_usage
 from fedssl.fleet.checks import Check, run_checks
 from fedssl.fleet.device_files import (
@@ -40,7 +40,6 @@ from fedssl.fleet.history import FILE, read_history
 from fedssl.fleet.kit import read_kit, readable_by_others
 from fedssl.fleet.limits import read_limits
 from fedssl.fleet.proxy import VARIABLES as PROXY_VARIABLES
-from fedssl.safe_io import sanitize
 from fedssl.text_table import align
 
 SHOWN_EVENTS = 10

@@ -9,10 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from fedssl.errors import InputError
+from fedssl.errors import InputError, sanitize
 from fedssl.fleet.checks import free_space
 from fedssl.runs.jsonl import read_jsonl
-from fedssl.safe_io import sanitize
 from fedssl.text_table import align
 
 Row = Mapping[str, Any]  # of a device, as in `fedssl-fleet list --json`

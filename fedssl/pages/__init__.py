@@ -19,7 +19,7 @@ from jinja2.runtime import Context
 from markupsafe import Markup
 
 from fedssl.digests import new_identity
-from fedssl.safe_io import sanitize
+from fedssl.errors import sanitize
 
 ROOT = Path(__file__).parents[1]
 ENDING = ".html.j2"

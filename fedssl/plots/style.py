@@ -14,9 +14,8 @@ import numpy as np
 
 from fedssl.atomic_files import atomic_write, make_subfolder, write_text
 from fedssl.digests import identity
-from fedssl.errors import InputError
+from fedssl.errors import InputError, sanitize
 from fedssl.runs.run import strategy_of
-from fedssl.safe_io import sanitize
 from fedssl.text_table import to_csv
 
 if TYPE_CHECKING:

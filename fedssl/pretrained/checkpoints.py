@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fedssl.errors import InputError
+from fedssl.errors import InputError, sanitize
 from fedssl.export.weights import read_metadata
-from fedssl.safe_io import MAX_TENSORS_BYTES, read_tensors, sanitize
+from fedssl.safe_io import MAX_TENSORS_BYTES, read_tensors
 from fedssl.tensor_file import read_tensor_file
 
 _MAX_BYTES = MAX_TENSORS_BYTES // 4

@@ -14,11 +14,10 @@ from fedssl.config.settings import statistic_of_channels
 from fedssl.encoders.base import Encoder
 from fedssl.encoders.library import LibraryEncoder
 from fedssl.encoders.tokens import interpolate_positions
-from fedssl.errors import InputError
+from fedssl.errors import InputError, sanitize
 from fedssl.pretrained.checkpoints import Checkpoint
 from fedssl.pretrained.names import Match, known_statistics, match_names
 from fedssl.pretrained.sources import file_of, read_source
-from fedssl.safe_io import sanitize
 
 POSITIONS = ("pos_embed", "encoder.pos_embedding")  # names of position embeddings: timm's, and torchvision's
 _MAX_LISTED = 3  # tensors of each kind in an error message

@@ -15,9 +15,8 @@ import torch
 from fedssl.config.literal import user_path
 from fedssl.config.overrides import did_you_mean
 from fedssl.encoders.library import require_timm
-from fedssl.errors import InputError
+from fedssl.errors import InputError, sanitize
 from fedssl.pretrained.checkpoints import Checkpoint, read_checkpoint
-from fedssl.safe_io import sanitize
 
 _TIMEOUT = 10.0  # seconds until the Hub counts as not reachable
 _MAX_CONFIG_BYTES = 2**20

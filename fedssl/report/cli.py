@@ -23,13 +23,12 @@ from pathlib import Path
 from fedssl.atomic_files import write_text
 from fedssl.command_line import run_command
 from fedssl.config.literal import user_path
-from fedssl.errors import InputError
+from fedssl.errors import InputError, sanitize
 from fedssl.report.accuracy_table import run_results
 from fedssl.report.cost_table import cost_table
 from fedssl.report.paired_table import paired_table
 from fedssl.report.paper_table import paper_table, read_table
 from fedssl.runs.run import Run, find_runs, is_locked, run_folders, select_metrics
-from fedssl.safe_io import sanitize
 from fedssl.text_table import TextTable
 
 FORMATS = (".md", ".csv", ".tex", ".html")

@@ -16,12 +16,12 @@ from typing import Any
 
 from fedssl.config.compose import resolve_config
 from fedssl.config.overrides import did_you_mean
-from fedssl.errors import InputError
+from fedssl.errors import InputError, sanitize
 from fedssl.evaluation.scores import ACCURACY, Score
 from fedssl.plain_values import flatten
 from fedssl.runs.groups import IGNORED, group_runs, is_ignored, newest_of_each_seed, same_value
 from fedssl.runs.run import Run, flatten_settings
-from fedssl.safe_io import read_yaml, sanitize
+from fedssl.safe_io import read_yaml
 from fedssl.text_table import TableCell, TextTable, text_cell
 
 PAPERS_FOLDER = Path(__file__).parent / "papers"

@@ -19,7 +19,7 @@ from typing import Any
 
 from fedssl.command_line import run_command
 from fedssl.config.literal import shell_command, user_path
-from fedssl.errors import InputError
+from fedssl.errors import InputError, sanitize
 from fedssl.evaluation.scores import column_title, to_flat_dict, units_of
 from fedssl.runs.catalog import (
     DEFAULT_FOLDERS,
@@ -33,7 +33,6 @@ from fedssl.runs.catalog import (
 from fedssl.runs.groups import IGNORED, compared_settings, varying
 from fedssl.runs.run import LABEL_FREE, RUN_MARKERS, Run
 from fedssl.runs.verify import verify_run
-from fedssl.safe_io import sanitize
 from fedssl.text_table import align
 
 _COLUMNS = ("strategy", "method", "partition", "partition.alpha", "num_clients")

@@ -17,11 +17,11 @@ from fedssl.config.overrides import config_groups
 from fedssl.config.saved_run import read_overrides
 from fedssl.config.statistics_settings import FEDERATED, measured_keys
 from fedssl.digests import checksum
-from fedssl.errors import InputError
+from fedssl.errors import InputError, sanitize
 from fedssl.evaluation.scores import ACCURACY, Score, as_scores
 from fedssl.plain_values import flatten
 from fedssl.runs.jsonl import finite_number, incomplete_files, mapping_of, missing_rounds, optional, read_jsonl, text
-from fedssl.safe_io import corrupt_file_error, open_regular_file, read_text, read_yaml, sanitize
+from fedssl.safe_io import corrupt_file_error, open_regular_file, read_text, read_yaml
 
 # A run folder has any of these: a rejected run the first only, a killed run the others.
 RUN_MARKERS = ("summary.json", "config.yaml", "run.log")

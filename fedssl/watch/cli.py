@@ -28,10 +28,9 @@ from urllib.parse import parse_qs, urlsplit
 from fedssl.command_line import run_command
 from fedssl.config.literal import user_path
 from fedssl.config.overrides import did_you_mean
-from fedssl.errors import InputError
+from fedssl.errors import InputError, sanitize
 from fedssl.pages import render
 from fedssl.runs.catalog import DEFAULT_FOLDERS
-from fedssl.safe_io import sanitize
 from fedssl.watch.watcher import Watcher
 
 USAGE = (

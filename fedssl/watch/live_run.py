@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import mean
 from typing import IO, Any
 
-from fedssl.errors import InputError
+from fedssl.errors import InputError, sanitize
 from fedssl.evaluation.scores import COLLAPSE_THRESHOLDS, IN_PERCENT, as_scores
 from fedssl.runs.jsonl import finite_number
 from fedssl.runs.run import Run, is_locked, read_run
-from fedssl.safe_io import open_regular_file, sanitize
+from fedssl.safe_io import open_regular_file
 
 MAX_POINTS = 400  # of a line in a chart
 MAX_LAYER_POINTS = 100

@@ -8,8 +8,8 @@ from threading import Lock
 from typing import Any
 
 from fedssl.digests import identity
+from fedssl.errors import sanitize
 from fedssl.runs.run import run_folders
-from fedssl.safe_io import sanitize
 from fedssl.watch.live_run import BASELINES, LiveRun
 
 MAX_RUNS, MAX_CURVES = 500, 12

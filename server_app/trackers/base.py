@@ -15,9 +15,8 @@ from typing import Any, Protocol
 from omegaconf import DictConfig
 
 from fedssl.config.settings import RecordingSettings
-from fedssl.errors import InputError
+from fedssl.errors import InputError, sanitize
 from fedssl.plain_values import flatten
-from fedssl.safe_io import sanitize
 
 log = logging.getLogger("fedssl")
 

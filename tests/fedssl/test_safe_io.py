@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fedssl.atomic_files import atomic_write, make_subfolder, reject_symlinks, remove_partial_files, write_text
-from fedssl.errors import InputError
-from fedssl.safe_io import check_tensors_like, open_regular_file, read_tensors, read_text, read_yaml, sanitize
+from fedssl.errors import InputError, sanitize
+from fedssl.safe_io import check_tensors_like, open_regular_file, read_tensors, read_text, read_yaml
 from fedssl.text_table import escape_markdown, to_csv
 
 
