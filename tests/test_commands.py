@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedssl.availability.client_speed import HEADER as SPEED_HEADER
+from fedssl.availability import SPEED_HEADER
 from fedssl.fleet.limits import Limits, read_limits
 from simulation.run import run
 from simulation.sandbox import process_sandbox
@@ -98,7 +98,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("cats", "dogs")):
         write_images(folder / "my/images" / name, 20, size=64)
         write_images(folder / "my/labeled" / name, 5, seed=1 + seed, size=64)
-    (folder / "my/speed.csv").write_text(f"{','.join(SPEED_HEADER)}\n0,1e9,1e6,1e6\n1,1e9,1e6,1e6\n2,1e9,1e6,1e6\n")
+    (folder / "my/speed.csv").write_text(f"{SPEED_HEADER}\n0,1e9,1e6,1e6\n1,1e9,1e6,1e6\n2,1e9,1e6,1e6\n")
     (folder / "my/online.csv").write_text("client,start,end\n0,0,9\n1,0,9\n2,0,9\n")
     for name in ("garden", "roof"):
         write_images(folder / "my" / name, 12)

@@ -5,8 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedssl.availability import OnlineTimes, first_time_online
-from fedssl.availability.online import ALWAYS_ONLINE, online_times
+from fedssl.availability import ALWAYS_ONLINE, OnlineTimes, first_time_online, online_times
 
 
 def test_intervals_that_do_not_repeat():

@@ -8,8 +8,7 @@ from flwr.app import Error, Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedssl.availability import OnlineTimes
-from fedssl.availability.online import ALWAYS_ONLINE
+from fedssl.availability import ALWAYS_ONLINE, OnlineTimes
 from fedssl.errors import RunError
 from fedssl.flower_internals import assign_message_id, set_task_identity
 from fedssl.wire.messages import ClientUpdate, TrainPlan
