@@ -115,9 +115,10 @@ class EdgeClient:
         limits, folder = node_config.get("limits"), node_config.get("config-dir")
         states, authority = node_config.get("state-path"), node_config.get("authority")
         base_path = node_config.get("base-path")
+        data_home = Path(os.environ.get("XDG_DATA_HOME") or user_path("~/.local/share"))
         return cls(
             data_path=_path(node_config["data-path"]),
-            states=_path(states) if states else _data_home() / "fedssl",
+            states=_path(states) if states else data_home / "fedssl",
             name=name,
             partition=partition,
             folders=tuple(search_folders([searchpath_override([_path(folder)])])) if folder else (),
@@ -269,10 +270,6 @@ def _is_same_task(before: str, text: str, *, rounds: int, folders: Sequence[Path
 
 def _path(value: Value) -> Path:
     return user_path(str(value)).absolute()
-
-
-def _data_home() -> Path:
-    return Path(os.environ.get("XDG_DATA_HOME") or user_path("~/.local/share"))
 
 
 def _default_name(partition: int | None) -> str:

@@ -9,7 +9,6 @@ is drawn ``draws`` times. ``bands`` are the channels, from 1, that are red, gree
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -190,11 +189,9 @@ def _describe(recipe: ViewRecipe, size: int) -> tuple[str, str]:
     on = {key: value for key, value in asdict(recipe.view).items() if value != defaults[key]}
     if recipe.mask is not None:
         on |= {f"mask.{key}": value for key, value in asdict(recipe.mask).items() if key != "kind"}
-    return kind, ", ".join(f"{key}={_plain(value)}" for key, value in on.items()) or "unchanged"
-
-
-def _plain(value: Any) -> str:
-    return str(list(value)) if isinstance(value, list | tuple) else str(value)
+    return kind, ", ".join(
+        f"{key}={list(value) if isinstance(value, tuple) else value}" for key, value in on.items()
+    ) or "unchanged"
 
 
 def _names(image_data: ImageData, rows: np.ndarray) -> list[str]:

@@ -135,17 +135,12 @@ def opened(stream: IO[bytes], *, max_pixels: int, channels: int) -> Iterator[Pag
                 raise ValueError(f"it has {size:,} bytes, and its header declares {end:,}")
             copy.write(head)
             with suppress(EOFError):  # it has been cut, see below
-                _copy(source, copy, end)
+                while (missing := end - copy.tell()) > 0 and (part := source.read(min(missing, _PART))):
+                    copy.write(part)
         content = copy if is_packed else stream
         if content.seek(0, 2) < end:
             raise ValueError("it has been cut")
         yield _Slices(header, content, max_pixels=max_pixels, channels=channels)
-
-
-def _copy(source: gzip.GzipFile, copy: IO[bytes], end: int) -> None:
-    """Copy until there are ``end`` bytes."""
-    while (missing := end - copy.tell()) > 0 and (part := source.read(min(missing, _PART))):
-        copy.write(part)
 
 
 def _header(head: bytes) -> Any:

@@ -48,7 +48,8 @@ class PageIndex(SequenceIndex):
         """Return the index of the images at ``rows``."""
         images = [self.images[row] for row in rows]
         key = {**self.key, "pages": identity(repr([tuple(map(str, image)) for image in images]).encode())}
-        files = list(dict.fromkeys(chain.from_iterable(map(_files_of, images))))
+        of_images = (image.files if isinstance(image, Bands) else (image.file,) for image in images)
+        files = list(dict.fromkeys(chain.from_iterable(of_images)))
         return replace(ImageIndex.at(self, rows), images=images, files=files, num_in_files=len(rows), key=key)
 
     def batches(self, start: int) -> Iterator[Sequence[Encoded]]:
@@ -94,10 +95,6 @@ def with_pages(index: SequenceIndex, files: Sequence[FilePath], pages: str) -> S
     if index.groups is None:  # the pages of a file are alike
         expanded |= {"groups": numbers, "group_names": tuple(map(str, files))}
     return PageIndex(**expanded).at(np.arange(len(images)))
-
-
-def _files_of(image: Page | Bands) -> Sequence[FilePath]:
-    return image.files if isinstance(image, Bands) else (image.file,)
 
 
 def _with_bands(index: SequenceIndex, files: Sequence[FilePath]) -> SequenceIndex:

@@ -170,15 +170,13 @@ def _scalars(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     values = found.items() if isinstance(found, dict) else ()
-    return {name: value for name, value in values if _is_scalar(value) or _is_list(value)}
+    return {
+        name: value for name, value in values if all(map(_is_scalar, value if isinstance(value, list) else [value]))
+    }
 
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, str | int | float | bool)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_scalar, value))
 
 
 def _is_image(ending: str) -> bool:

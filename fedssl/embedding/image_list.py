@@ -159,8 +159,8 @@ class ImageList:
 
     def blocks(self, size: int, *, start: int = 0) -> Iterator[Block]:
         """Yield the images from row ``start`` on, ``size`` at a time; threads decode some blocks ahead."""
-        sources = self._sources(start)
-        shape, dtype = self.shape, self.parts[0].decoding.pixel_dtype
+        sources, decoding = self._sources(start), self.parts[0].decoding  # all parts have the same settings
+        shape, dtype = self.shape, decoding.pixel_dtype
         num_bytes = size * int(np.prod(shape)) * np.dtype(dtype).itemsize
         ahead = min(max(_AHEAD_BYTES // num_bytes, 1), _AHEAD)
         waiting = deque[tuple[int, list[Future[list[np.ndarray | Exception]]]]]()
@@ -168,7 +168,9 @@ class ImageList:
             try:
                 while taken := list(islice(sources, size)):
                     pieces = [taken[first : first + BATCH] for first in range(0, len(taken), BATCH)]
-                    waiting.append((start, [pool.submit(self._decode_all, piece) for piece in pieces]))
+                    waiting.append(
+                        (start, [pool.submit(lambda taken: list(decoding.each(taken)), piece) for piece in pieces])
+                    )
                     start += len(taken)
                     if len(waiting) > ahead:
                         yield _block(*waiting.popleft(), shape, dtype)
@@ -176,9 +178,6 @@ class ImageList:
                     yield _block(*waiting.popleft(), shape, dtype)
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
-
-    def _decode_all(self, sources: list[Encoded]) -> list[np.ndarray | Exception]:
-        return list(self.parts[0].decoding.each(sources))  # all parts have the same settings
 
     def _sources(self, start: int) -> Iterator[Encoded]:
         for part, first in zip(self.parts, self._starts, strict=False):
@@ -229,8 +228,9 @@ def list_images(
         **chosen, split="train", name="images", decoding=decoding, folders="none", split_folders=False, test_fraction=0
     )
     source = find(str(path), setting=setting)
-    if "label" not in settings and source.kind == TABLES and not _has_column(source, "label"):
-        query = replace(query, label=None)  # without a warning
+    if "label" not in settings and source.kind == TABLES:
+        has_labels = any("label" in schema_of(file).names for file in source.files)
+        query = replace(query, label="label" if has_labels else None)  # without a warning
     parts, labels, classes = _indexed(source, query, folders)
     root = user_path(path)
     found = ImageList(root if root.is_dir() else Path(source.listing.root), parts, labels, classes)
@@ -239,10 +239,6 @@ def list_images(
     decoding = decoding.with_found_dtype(chain.from_iterable(part.sample(np.arange(part.count)) for part in parts))
     warnings = source.warnings
     return replace(found, parts=[replace(p, decoding=decoding, warnings=warnings + p.warnings) for p in parts])
-
-
-def _has_column(source: Source, name: str) -> bool:
-    return any(name in schema_of(file).names for file in source.files)
 
 
 def _indexed(source: Source, query: Query, folders: str) -> tuple[list[ImageIndex], np.ndarray | None, tuple[str, ...]]:

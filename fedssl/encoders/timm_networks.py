@@ -67,6 +67,7 @@ def _has_fixed_size(name: str) -> bool:
 def divide(network: Any) -> Parts | None:
     """Return the parts of a network of timm, or None if its family is unknown."""
     if isinstance(network, VisionTransformer):
+        accepts_any_size = network.dynamic_img_size and isinstance(network.patch_embed, PatchEmbed)
         return Parts(
             stem=_embed,
             stages=tuple(f"blocks.{name}" for name, _ in network.blocks.named_children()),
@@ -74,7 +75,7 @@ def divide(network: Any) -> Parts | None:
             tail=("norm", "fc_norm", "attn_pool"),
             any_stage=True,
             patch_embedding="patch_embed",
-            view_step=network.patch_embed.patch_size[0] if _accepts_any_size(network) else None,
+            view_step=network.patch_embed.patch_size[0] if accepts_any_size else None,
         )
     if isinstance(network, ResNet):
         return Parts(
@@ -97,10 +98,6 @@ def divide(network: Any) -> Parts | None:
             tail=("norm_pre", "head"),
         )
     return None
-
-
-def _accepts_any_size(network: VisionTransformer) -> bool:
-    return bool(network.dynamic_img_size) and isinstance(network.patch_embed, PatchEmbed)
 
 
 def _embed(network: Any, images: Tensor) -> Tensor:

@@ -66,14 +66,11 @@ def column_of(title: str, values: Sequence[object]) -> Column:
     numbers = _numbers(texts)
     if numbers is not None and len(np.unique(numbers[~np.isnan(numbers)])) > _MAX_NUMBERS:
         return _ranges(title, numbers)
-    present = sorted(set(texts), key=lambda text: (text != MISSING, numbers is not None and _key(text), text))
+    value_of = {} if numbers is None else dict(zip(texts, numbers.tolist(), strict=True))
+    present = sorted(set(texts), key=lambda text: (text != MISSING, value_of.get(text, 0.0), text))
     code_of = {text: code for code, text in enumerate(present)}
     missing = code_of.get(MISSING)
     return Column(title, tuple(present), np.array([code_of[text] for text in texts], np.int64), missing)
-
-
-def _key(text: str) -> float:
-    return 0.0 if text == MISSING else float(text)
 
 
 def _numbers(texts: Sequence[str]) -> np.ndarray | None:

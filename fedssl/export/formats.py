@@ -37,17 +37,16 @@ def _run_safetensors(source: ExportSource, file: Path, images: Tensor) -> Tensor
     return represent(encoder, encoder.preprocess, images)
 
 
-def _write_safetensors(source: ExportSource, file: Path) -> None:
-    write_safetensors(file, source.content)
-
-
-def _run_onnx(source: ExportSource, file: Path, images: Tensor) -> Tensor:
-    return run_onnx(file, source.inputs(images))
-
-
 FORMATS = {
-    "safetensors": Format(".safetensors", ("safetensors",), _write_safetensors, _run_safetensors),
-    "onnx": Format(".onnx", ("onnx", "onnxscript", "onnxruntime"), write_onnx, _run_onnx),
+    "safetensors": Format(
+        ".safetensors", ("safetensors",), lambda source, file: write_safetensors(file, source.content), _run_safetensors
+    ),
+    "onnx": Format(
+        ".onnx",
+        ("onnx", "onnxscript", "onnxruntime"),
+        write_onnx,
+        lambda source, file, images: run_onnx(file, source.inputs(images)),
+    ),
     "torch_export": Format(".pt2", (), write_torch_export, run_torch_export),
     "timm": Format(".timm.safetensors", ("safetensors", "timm"), write_timm, run_timm),
     "peft": Format("", ("safetensors",), write_peft, run_peft),

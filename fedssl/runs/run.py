@@ -301,17 +301,14 @@ def read_summary(file: Path) -> dict[str, Any] | None:
 
 
 def _is_summary(summary: dict[str, Any]) -> bool:
-    needed = {"status": text, "reason": optional(text), "overrides": _is_text_list}
+    needed = {"status": text, "reason": optional(text)}
+    needed |= {"overrides": lambda value: isinstance(value, list) and all(map(text, value))}
     if summary.get("status") == "finished":
         needed |= {"final": mapping_of(mapping_of(finite_number))}
     allowed = {"units": optional(mapping_of(text)), "base": lambda value: isinstance(value, dict)}
     return needed.keys() <= summary.keys() and all(
         kind(summary[key]) for key, kind in (needed | allowed).items() if key in summary
     )
-
-
-def _is_text_list(value: Any) -> bool:
-    return isinstance(value, list) and all(map(text, value))
 
 
 def run_folders(folder: Path) -> list[Path]:

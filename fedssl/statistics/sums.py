@@ -13,7 +13,7 @@ image, rounded to a unit: 2^-41 at most. Integers travel as limbs of 22 bits, wh
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -55,7 +55,8 @@ class ImageSums:
         return cls(images=0, clients=(0,) * len(DTYPES), sums=nothing, squares=nothing, histogram=histogram)
 
     def __add__(self, other: "ImageSums") -> "ImageSums":
-        added = {name: _added(vars(self)[name], vars(other)[name]) for name in ("clients", "sums", "squares")}
+        pairs = {name: (vars(self)[name], vars(other)[name]) for name in ("clients", "sums", "squares")}
+        added = {name: tuple(map(sum, zip(*pair, strict=True))) for name, pair in pairs.items()}
         return ImageSums(images=self.images + other.images, histogram=self.histogram + other.histogram, **added)
 
     def to_limbs(self) -> np.ndarray:
@@ -175,10 +176,6 @@ def _sums_of_array(images: np.ndarray) -> ImageSums:
     return replace(
         ImageSums.zero(len(planes)), images=len(images), sums=tuple(sums), squares=tuple(squares), histogram=histogram
     )
-
-
-def _added(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
-    return tuple(one + other for one, other in zip(first, second, strict=True))
 
 
 def _joined(limbs: np.ndarray) -> np.ndarray:

@@ -138,7 +138,7 @@ class LiveRun:
     def overview(self, *, curve: bool) -> dict[str, Any]:
         """Return the values of a row; with ``curve`` the first result over rounds, else the loss."""
         name, points = next(iter(self.evaluation.items()), ("loss", self.values["loss"]))
-        scale = self._scale(name)
+        scale, losses = self._scale(name), self.values["loss"]
         return {
             "state": self.state,
             "done": self.rounds_done,
@@ -146,7 +146,7 @@ class LiveRun:
             "left": self._seconds_left(),
             "age": self.age,
             "date": self._run.date if self._run else "",
-            "loss": _last(self.values["loss"]),
+            "loss": losses[max(losses)] if losses else None,
             "results": self._results(),
             "warnings": len(self.collapsed) + bool(self.problem) + bool(self._metrics.unreadable),
             "curve": {"name": sanitize(name), "points": thin(points, 100, scale=scale)} if curve else None,
@@ -263,10 +263,6 @@ def _numbers(values: object) -> dict[str, float]:
     """Return the finite numbers of a mapping."""
     items = values.items() if isinstance(values, dict) else ()
     return {str(key): float(value) for key, value in items if finite_number(value)}
-
-
-def _last(points: Points) -> float | None:
-    return points[max(points)] if points else None
 
 
 def _stat(file: Path) -> os.stat_result | None:
