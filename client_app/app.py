@@ -5,7 +5,6 @@ training. Therefore this module imports neither torch nor anything that does. Th
 dependencies from the device, which may lack some: they are checked before they are imported.
 """
 
-import logging
 import os
 from pathlib import Path
 
@@ -13,9 +12,8 @@ from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 
 from client_app.simulated import is_simulated
+from fedssl.logs import log
 from fedssl.wire.device import unmet_requirements
-
-log = logging.getLogger("fedssl")
 
 APP = Path(__file__).resolve().parents[1]  # the app that Flower installed
 FAILED = 2  # Flower's code for an error of a ClientApp

@@ -22,7 +22,6 @@ No message changes any of them.
 
 import glob
 import json
-import logging
 import os
 import platform
 import re
@@ -46,13 +45,12 @@ from fedssl.datasets.sources import ALLOWED, NoImagesError
 from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet.checks import free_space
 from fedssl.fleet.limits import Limits, read_limits
+from fedssl.logs import log
 from fedssl.machine.devices import select_device
 from fedssl.machine.process import default_threads
 from fedssl.safe_io import read_text, sanitize_line
 from fedssl.wire.device import check_device_name, installed_versions
 from fedssl.wire.identity import NodeInfo
-
-log = logging.getLogger("fedssl")
 
 NODE_CONFIG_KEYS = (
     "data-path",

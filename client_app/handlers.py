@@ -4,7 +4,6 @@ They are the same on every engine. The node's own configuration defines its iden
 simulated is an edge client.
 """
 
-import logging
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -29,6 +28,7 @@ from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet.encoders import encoder_quality, store_encoder
 from fedssl.fleet.history import record
 from fedssl.flower_internals import error_reply
+from fedssl.logs import log
 from fedssl.machine.out_of_memory import OUT_OF_MEMORY, is_out_of_memory
 from fedssl.partition import client_indices, shifted
 from fedssl.runs.manifest import client_folder
@@ -41,8 +41,6 @@ from fedssl.wire.identity import NodeInfo, node_info_reply
 from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan, plan_codec
 from fedssl.wire.records import content_bytes
 from strategies.mods.ranks import received_rank
-
-log = logging.getLogger("fedssl")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ memory. All random numbers are functions of seed, client and round, and the stat
 The second attempt therefore gives the numbers of an undisturbed one.
 """
 
-import logging
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,11 +13,10 @@ import torch
 from client_app.worker import release_worker
 from fedssl.config.settings import ClientSettings
 from fedssl.errors import InputError, RequestRefused
+from fedssl.logs import log
 from fedssl.machine.devices import MPS, check_precision, free_memory, is_gpu, select_device
 from fedssl.machine.memory import gigabytes
 from fedssl.machine.out_of_memory import free_cached_memory, is_out_of_memory
-
-log = logging.getLogger("fedssl")
 
 T = TypeVar("T")
 TrySteps = Callable[[int, str], None]  # trains for a few steps with a batch size and a precision

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from client_app.resident_folder import Supervisor, frame_header, receive_frame, send_frame
-
-log = logging.getLogger("fedssl")
+from fedssl.logs import log
 
 _POLL_SECONDS = 1.0  # between two checks of the supervisor and the socket
 _BACKLOG = 8

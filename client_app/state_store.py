@@ -6,7 +6,6 @@ even if the client has saved newer versions.
 Files are those of `fedssl.tensor_file`, with a checksum.
 """
 
-import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,13 +16,12 @@ import torch
 
 from fedssl.arrays import Layers
 from fedssl.atomic_files import delete_old_rounds, round_file, saved_rounds
+from fedssl.logs import log
 from fedssl.machine.memory import available_memory
 from fedssl.runs.manifest import STATE_SUFFIX
 from fedssl.safe_io import MAX_TENSORS_BYTES, check_tensors_like
 from fedssl.tensor_file import read_tensor_file, write_tensor_file
 from strategies.types import ClientState
-
-log = logging.getLogger("fedssl")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ shared by all clients of a folder and by all runs of a device.
 """
 
 import functools
-import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,13 +16,12 @@ import numpy as np
 from fedssl.arrays import Layers
 from fedssl.digests import new_identity
 from fedssl.errors import InputError
+from fedssl.logs import log
 from fedssl.safe_io import MAX_TENSORS_BYTES, check_tensors_like
 from fedssl.tensor_file import read_tensor_file, write_tensor_file
 
 if TYPE_CHECKING:  # a device's process starts without torch
     from torch import Tensor
-
-log = logging.getLogger("fedssl")
 
 MAX_ADVERTISED = 64  # digests that a device reports
 KEPT = 4  # files that `save_base` keeps in a folder

@@ -20,6 +20,7 @@ from fedssl.config.load import load_settings
 from fedssl.config.overrides import parse, quote_value
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError
+from fedssl.logs import log
 from fedssl.model_arrays import exchanged_layers
 from fedssl.runs.run_report import RunReport
 from fedssl.wire.records import EXACT, record_bytes
@@ -35,8 +36,6 @@ from server_app.run_folder import RunFolder, check_new
 from server_app.statistics import with_statistics
 from server_app.training_loop import TrainingLoop
 from strategies.types import ServerState
-
-log = logging.getLogger("fedssl")
 
 # Without one of these overrides the federation defines the number of clients.
 SETS_NUM_CLIENTS = {"num_clients", "experiment", "resume"}

@@ -1,7 +1,6 @@
 """Build the components of a run from its settings. Everything is validated before the first round."""
 
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +16,7 @@ from fedssl.config.load import default_unlabeled_partition, with_run_folder
 from fedssl.config.settings import Settings
 from fedssl.datasets.base import ImageData, load_federated
 from fedssl.errors import InputError
+from fedssl.logs import log
 from fedssl.machine.process import configure_process
 from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import exchanged_layers
@@ -53,8 +53,6 @@ from strategies.mods import make_mods
 from strategies.rules import RunParts
 from strategies.run_context import RunContext
 from strategies.types import ServerState
-
-log = logging.getLogger("fedssl")
 
 _MAX_LISTED = 8  # clients in a warning
 

@@ -1,6 +1,5 @@
 """Checkpoints: the server's state after a round, written atomically and validated when read."""
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +12,12 @@ import torch
 from fedssl.arrays import Layers
 from fedssl.atomic_files import atomic_write, remove, round_file, saved_rounds
 from fedssl.errors import InputError, sanitize
+from fedssl.logs import log
 from fedssl.runs.manifest import Manifest, Part, digest_of, read_manifest, write_manifest
 from fedssl.safe_io import MAX_TENSORS_BYTES, iter_leaves, read_tensors
 from server_app.client_models import ClientModels
 from server_app.serialization import to_arrays, to_serializable
 from strategies.types import GlobalModel, NoState, ServerState
-
-log = logging.getLogger("fedssl")
 
 FORMAT = 7  # of the run
 

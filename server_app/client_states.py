@@ -5,7 +5,6 @@ participation is longest ago are evicted: such a client starts its next round as
 files are deleted when no checkpoint needs them. Older versions, which checkpoints need, do not count.
 """
 
-import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from fedssl.atomic_files import round_file, saved_rounds
+from fedssl.logs import log
 from fedssl.rules import Problem
 from fedssl.runs.manifest import CLIENT_STATES, STATE_SUFFIX, ClientStateParts, Part, client_folder
 from server_app.client_models import ClientModels
 from server_app.updates import RoundResult
 from strategies.rules import RunParts
 from strategies.types import ServerState
-
-log = logging.getLogger("fedssl")
 
 
 class ClientStates:

@@ -3,7 +3,6 @@
 The representations are stored as well. They are drawn after the run (FedU2, Figs. 4 and 5).
 """
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from fedssl.datasets.images import ImageSource
 from fedssl.evaluation.collapse_metrics import TOP, CollapseMetrics, spectrum
 from fedssl.evaluation.features import extract
 from fedssl.evaluation.scores import COLLAPSE_THRESHOLDS
+from fedssl.logs import log
 from fedssl.machine.out_of_memory import module_on_cpu, retry_in_chunks
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import exchanged_names, load_layers
@@ -30,8 +30,6 @@ from fedssl.runs.representations import Representations
 from fedssl.seeding import torch_generator
 from fedssl.training import Augment, method_inputs
 from strategies.types import GLOBAL
-
-log = logging.getLogger("fedssl")
 
 Measurement = tuple[dict[str, Any], list[np.ndarray]]  # collapse metrics, and the unit vectors to store
 

@@ -27,8 +27,7 @@ from rich.table import Column
 from fedssl.config.saved_run import resume_command
 from fedssl.errors import DISK_ERRORS, RunError, sanitize
 from fedssl.evaluation.scores import Score
-
-log = logging.getLogger("fedssl")
+from fedssl.logs import log
 
 IS_ROUND = "is_round"  # attribute of the log records of rounds
 WAITING_INTERVAL = 30.0  # seconds between two warnings of a wait

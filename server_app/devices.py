@@ -1,17 +1,15 @@
 """Runs whose clients are devices: what changes in the settings, and rules about them."""
 
-import logging
 from dataclasses import replace
 
 from fedssl.config.load import with_partition, with_values
 from fedssl.config.overrides import parse
 from fedssl.config.settings import DataSettings, FeatureShift, Settings
 from fedssl.errors import InputError
+from fedssl.logs import log
 from fedssl.rules import Problem
 from server_app.nodes import ClientDirectory
 from strategies.rules import RunParts
-
-log = logging.getLogger("fedssl")
 
 
 def adapt_to_edge_clients(settings: Settings, clients: ClientDirectory) -> Settings:

@@ -1,6 +1,5 @@
 """Evaluation on the server: the models of a run by the protocols of the settings."""
 
-import logging
 from collections.abc import Iterable
 
 import torch
@@ -22,12 +21,11 @@ from fedssl.evaluation.protocol import (
     make_evaluation_input,
 )
 from fedssl.evaluation.scores import Score
+from fedssl.logs import log
 from fedssl.machine.out_of_memory import module_on_cpu, retry_in_chunks
 from fedssl.methods.base import SSLMethod
 from fedssl.rules import Problem
 from strategies.rules import RunParts
-
-log = logging.getLogger("fedssl")
 
 NO_SERVER_DATA = (
     "the server has no images, so collapse metrics and costs are not measured either; set a labeled data set of the "

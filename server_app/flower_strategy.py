@@ -3,7 +3,6 @@
 The ServerApp of fedssl runs the same rounds itself, because it also resumes, evaluates and records them.
 """
 
-import logging
 from collections.abc import Iterable, Sequence
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -11,6 +10,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedssl.api import ServerParts
+from fedssl.logs import log
 from fedssl.wire.records import arrays_to_record
 from server_app.app import load_for_federation
 from server_app.build import build_run
@@ -19,8 +19,6 @@ from server_app.federation import Federation
 from server_app.round import Round
 from server_app.updates import RoundResult
 from strategies.types import ServerState
-
-log = logging.getLogger("fedssl")
 
 
 def server_parts(grid: Grid, overrides: Sequence[str]) -> ServerParts:

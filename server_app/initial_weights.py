@@ -5,7 +5,6 @@ the source's images as settings of their data, and the teacher's weights once. A
 checkpoint.
 """
 
-import logging
 from pathlib import Path
 
 import torch
@@ -17,14 +16,13 @@ from fedssl.config.saved_run import INITIAL_ENCODER_FILE
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError
 from fedssl.export import load_weights
+from fedssl.logs import log
 from fedssl.methods.base import TEACHER, SSLMethod
 from fedssl.model_arrays import load_layers, part_name
 from fedssl.pretrained.loading import initial_statistics, load_pretrained, store_initial_encoder
 from fedssl.rules import Problem
 from strategies.rules import RunParts
 from strategies.types import ServerState
-
-log = logging.getLogger("fedssl")
 
 
 def teacher_exists(settings: Settings) -> Problem:

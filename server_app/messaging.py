@@ -1,6 +1,5 @@
 """Messages to clients and their replies, late ones included."""
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -9,7 +8,7 @@ from operator import itemgetter
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-log = logging.getLogger("fedssl")
+from fedssl.logs import log
 
 ACTIVITY_SECONDS = 1.0  # between two reports of the nodes that have not replied
 

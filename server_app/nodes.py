@@ -5,7 +5,6 @@ images and a name: the one under which its key was registered, or else the one i
 for the whole run.
 """
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,13 +15,12 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedssl.errors import InputError, RunError
+from fedssl.logs import log
 from fedssl.safe_io import sanitize_line
 from fedssl.wire.device import differences, incompatibility
 from fedssl.wire.identity import NodeInfo, read_node_info
 from server_app.console import log_while_waiting
 from server_app.messaging import ClientMessenger
-
-log = logging.getLogger("fedssl")
 
 DISCOVERY_GRACE_SECONDS = 10.0  # seconds without a new node after which a federation is complete
 IDENTIFY_TIMEOUT = 60.0  # seconds in which a device that joins later must reply

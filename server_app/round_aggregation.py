@@ -1,10 +1,10 @@
 """The aggregation of a round: its updates, one by one or as sums, become new models, the next state and metrics."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fedssl.arrays import Layers
+from fedssl.logs import log
 from server_app.client_models import ClientModels, MappedValues
 from server_app.exchanges.base import Sum, TooFewUpdatesError
 from server_app.exchanges.sums import LostSumError
@@ -22,8 +22,6 @@ from strategies.types import (
     model_suffix,
 )
 from strategies.update_store import CollectingAggregator, UpdateStorage
-
-log = logging.getLogger("fedssl")
 
 UpdateObserver = Callable[[int, Layers], None]  # gets the client and the active layers of every update that is used
 

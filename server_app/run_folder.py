@@ -1,6 +1,5 @@
 """The run folder on disk: its files, its lock, what a run starts from, and what a resumed run removes."""
 
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from fedssl.config.saved_run import BASE_FOLDER, INITIAL_ENCODER_FILE, read_sett
 from fedssl.config.settings import RecordingSettings
 from fedssl.errors import InputError
 from fedssl.locks import lock
+from fedssl.logs import log
 from fedssl.plots.partition import partition_table
 from fedssl.runs.manifest import (
     JSONL_FILES,
@@ -44,8 +44,6 @@ from server_app.checkpoint import (
 from server_app.client_models import ClientModels
 from server_app.initial_weights import restore_teacher, store_initial_weights
 from strategies.types import ServerState
-
-log = logging.getLogger("fedssl")
 
 PERSONALIZED_FILE, IMAGES_FILE = "personalized.json", "images.txt"
 

@@ -12,7 +12,6 @@ $$
 which costs as much privacy as a round. The run has the numbers in its settings, and continues with them.
 """
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +27,7 @@ from fedssl.config.load import compose, with_values
 from fedssl.config.overrides import to_text
 from fedssl.config.statistics_settings import KEYS
 from fedssl.errors import InputError, RunError, shortened
+from fedssl.logs import log
 from fedssl.safe_io import sanitize_line
 from fedssl.secure_aggregation.protocol import MAX_CLIENTS
 from fedssl.secure_aggregation.server import secure_mean_delta
@@ -39,8 +39,6 @@ from fedssl.wire.messages import NO_REPLY, ClientUpdate
 from server_app.build import RunComponents, build_components
 from server_app.console import log_while_waiting
 from server_app.messaging import ClientMessenger
-
-log = logging.getLogger("fedssl")
 
 MESSAGE_TYPE = f"query.{QUERY}"
 _MAX_RELATIVE_NOISE = 1 / 3  # of a variance

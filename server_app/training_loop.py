@@ -1,11 +1,11 @@
 """The rounds of a run, one after the other. One with too few usable updates is repeated with other clients."""
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from fedssl.logs import log
 from fedssl.schedule.phases import phase_at
 from fedssl.schedule.stages import set_active_stages
 from server_app.build import RunComponents
@@ -20,8 +20,6 @@ from server_app.round import Round
 from server_app.round_aggregation import UpdateObserver
 from server_app.updates import RoundResult
 from strategies.types import ServerState
-
-log = logging.getLogger("fedssl")
 
 
 def run_round(

@@ -7,7 +7,6 @@ round of at most `MAX_UPDATES` clients is aggregated, and each evaluation runs o
 folder. A run in which clients fail, or that ends early, needs less.
 """
 
-import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from fedssl.config.settings import CalibrationSettings, Settings
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
 from fedssl.flower_internals import assign_message_id
+from fedssl.logs import log
 from fedssl.machine.memory import peak_memory, reset_peak_memory
 from fedssl.machine.process import return_freed_memory
 from fedssl.rules import check_rules
@@ -46,8 +46,6 @@ from simulation.resources import (
     fit_local_clients,
 )
 from strategies.types import GLOBAL, ServerState
-
-log = logging.getLogger("fedssl")
 
 STEP_SECONDS = 1.0  # about the duration of the measured training of a phase
 MAX_UPDATES = 20  # updates that are aggregated; more take proportionally longer

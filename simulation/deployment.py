@@ -4,7 +4,6 @@ The ServerApp runs on the SuperLink's machine, so all paths are of that machine;
 working directory.
 """
 
-import logging
 import shlex
 import time
 from collections.abc import Sequence
@@ -20,11 +19,10 @@ from fedssl.config.settings import EngineSettings, Settings
 from fedssl.errors import InputError, RunError
 from fedssl.fleet import control_internals
 from fedssl.fleet.control import control_api
+from fedssl.logs import log
 from fedssl.runs.run_report import RunReport
 from fedssl.safe_io import sanitize_line
 from fedssl.wire.device import unmet_requirements
-
-log = logging.getLogger("fedssl")
 
 APP = Path(__file__).resolve().parents[1]
 RECONNECT_TIMEOUT = 120.0  # seconds in which a SuperLink may restart

@@ -4,7 +4,6 @@ Ray fills a GPU before it uses the next one of a host. Therefore a GPU that clie
 placement group, with the CPUs of its clients.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -19,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from client_app.worker import ClientWorker
 from fedssl.config.load import parse_client_config
 from fedssl.config.settings import Settings
+from fedssl.logs import log
 from fedssl.machine.cuda_graphs import WARMUP_STEPS
 from fedssl.machine.devices import free_memory, is_gpu, select_device
 from fedssl.machine.out_of_memory import is_out_of_memory
@@ -27,8 +27,6 @@ from fedssl.training import train
 from server_app.console import log_while_waiting
 from simulation.ray_session import last_line
 from simulation.resources import ClientMemory, ClientResources, Host, clients_of_gpus
-
-log = logging.getLogger("fedssl")
 
 Placement: TypeAlias = str | PlacementGroupSchedulingStrategy  # "SPREAD": Ray distributes over hosts
 # Bytes of GPU memory that a process needs besides tensors. An estimate, not a measurement: CUDA's context and kernels.

@@ -11,13 +11,12 @@ from flwr.serverapp import Grid
 from client_app.simulated import MARKER_KEY, SimulationMarker
 from client_app.state_store import FILE_STORE, StateStore, WriteBehind
 from fedssl.flower_internals import RUN_ID, SERVER_NODE, Run, assign_message_id, error_reply, set_task_identity
+from fedssl.logs import log
 from fedssl.machine.devices import is_gpu
 from server_app.nodes import ClientDirectory
 
 if TYPE_CHECKING:  # a slow import, which clients do not need
     from server_app.build import RunComponents
-
-log = logging.getLogger("fedssl")
 
 
 def simulated_clients(num_clients: int) -> ClientDirectory:

@@ -27,6 +27,7 @@ from client_app.simulated import MARKER_KEY, SimulationMarker
 from fedssl.config.settings import MachineSettings
 from fedssl.errors import RunError
 from fedssl.flower_internals import assign_message_id, error_reply
+from fedssl.logs import log
 from fedssl.machine.devices import CPU, check_cuda_features, count_accelerators
 from fedssl.machine.out_of_memory import OUT_OF_MEMORY
 from server_app.app import execute
@@ -38,8 +39,6 @@ from simulation.gpu_placement import Placement, measure_client, place_clients
 from simulation.grid import NodeContexts, SimulatedGrid, load_client_app, run_client_app
 from simulation.ray_session import check_hosts, last_line, ray_session
 from simulation.resources import ClientResources, plan_client_resources
-
-log = logging.getLogger("fedssl")
 
 POLL_SECONDS = 0.1
 LOG_INTERVAL = 30.0  # seconds between two warnings that no actor is ready

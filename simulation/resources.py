@@ -3,7 +3,6 @@
 Neither changes the results of a run. torch and training are imported in functions, because importing them is slow.
 """
 
-import logging
 import os
 import sys
 import time
@@ -13,10 +12,9 @@ from functools import partial
 
 from fedssl.config.settings import EngineSettings, MachineSettings, Settings
 from fedssl.errors import InputError
+from fedssl.logs import log
 from fedssl.machine.memory import available_memory, gigabytes, peak_memory
 from fedssl.machine.process import available_cores
-
-log = logging.getLogger("fedssl")
 
 RAY_OVERHEAD_SECONDS = 11.0  # to import, start and stop Ray with an actor for each of two cores
 MIN_STEPS_TO_MEASURE = 20  # a run of fewer steps takes less time than a measurement

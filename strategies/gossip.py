@@ -13,7 +13,6 @@ unchanged.
 with equal weights, with one model. The paper does not define its weights; these are our choice.
 """
 
-import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedssl.arrays import Cosines, GlobalLayers, Layers, is_weight
+from fedssl.logs import log
 from fedssl.rules import Problem
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
@@ -35,8 +35,6 @@ from strategies.weighted_sum import WeightedSum
 
 if TYPE_CHECKING:
     import networkx as nx
-
-log = logging.getLogger("fedssl")
 
 
 class NeighborAverage(WeightedSum):

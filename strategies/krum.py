@@ -12,7 +12,6 @@ All updates of a round are needed at once, see `strategies.update_store`. If cli
 the remaining ones and logs a warning if they are too few for its guarantee, as in `strategies.robust`.
 """
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 
 from fedssl.arrays import NO_COSINES, GlobalLayers, Layers
 from fedssl.config.constraints import check_arguments
+from fedssl.logs import log
 from fedssl.rules import Problem
 from fedssl.wire.messages import ClientUpdate
 from strategies.aggregate import aggregate
@@ -31,8 +31,6 @@ from strategies.run_context import RunContext
 from strategies.types import AggregatedModel, Combination
 from strategies.update_store import UpdateStore
 from strategies.weighted_sum import WeightedSum
-
-log = logging.getLogger("fedssl")
 
 
 def krum(

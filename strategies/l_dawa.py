@@ -19,7 +19,6 @@ Cosines are clipped above at 1 and not below: a client that points away from the
 Eqs. 5 and 6 weight by examples and by loss. There is no published code for either.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +29,7 @@ import numpy as np
 from fedssl.arrays import GlobalLayers, Layers
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
+from fedssl.logs import log
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import global_layers as global_layers_of
 from fedssl.wire.messages import ClientUpdate, TrainPlan
@@ -37,8 +37,6 @@ from strategies.aggregate import aggregate, as_reference
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
 from strategies.types import GLOBAL, AggregatedModel, Aggregator, CommunicationSummary
 from strategies.weighted_sum import WeightedSum
-
-log = logging.getLogger("fedssl")
 
 SHRUNK = 0.7  # norm of a kernel or matrix after a round, relative to before: then it hardly recovers
 

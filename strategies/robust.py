@@ -10,7 +10,6 @@ the remaining ones and logs a warning if they are too few for its guarantee. Abo
 run with invalid updates.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -20,14 +19,13 @@ import torch
 from fedssl.arrays import CACHE_TILE, Cosines, GlobalLayers, Layers
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
+from fedssl.logs import log
 from fedssl.rules import Problem
 from fedssl.wire.messages import ClientUpdate
 from strategies.aggregate import aggregate
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.run_context import RunContext
 from strategies.update_store import PIECE, CollectingAggregator, UpdateStore
-
-log = logging.getLogger("fedssl")
 
 _NEARLY_HALF = 0.5 - 1e-9
 

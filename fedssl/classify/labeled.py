@@ -1,6 +1,5 @@
 """Labeled images with their features, checked for what would make a result wrong."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,10 @@ from fedssl.embedding import Embedder, Embeddings
 from fedssl.embedding.embeddings import embed_list, list_for
 from fedssl.embedding.image_list import ImageList
 from fedssl.errors import InputError, sanitize, shortened
+from fedssl.logs import log
 
 GROUP = "group"  # column that is used without a setting
 UNLABELED = {"label": None, "folders": "none"}  # settings of images whose labels are not used
-
-log = logging.getLogger("fedssl")
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,10 +36,9 @@ from fedssl.config.statistics_settings import without_requests
 from fedssl.config.targets import normalize
 from fedssl.config.typed_settings import client_settings, make_settings, partition_settings, read_data
 from fedssl.errors import InputError, shortened
+from fedssl.logs import log
 from fedssl.plain_values import diff, flatten, plain_values
 from fedssl.safe_io import load_plain_yaml
-
-log = logging.getLogger("fedssl")
 
 DEVICE_NUMBERS_FILE = "devices.json"  # in the run folder: client ids of edge clients by name
 _RUN_KEYS = {"resume", "output_dir", "run_id"}

@@ -11,7 +11,6 @@ clients (``federated``), the labeled training images of evaluations (``train``) 
 with the same source split share one object, so that nothing is decoded twice.
 """
 
-import logging
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, Self
@@ -27,11 +26,10 @@ from fedssl.datasets.images import ImageSource, SelectedImages
 from fedssl.datasets.raster import MAXIMA
 from fedssl.datasets.sample_checks import constant_warnings
 from fedssl.errors import InputError, sanitize
+from fedssl.logs import log
 from fedssl.seeding import numpy_generator
 
 Split = Literal["federated", "train", "test"]
-
-log = logging.getLogger("fedssl")
 
 # The limited subset depends on the data, not on the run's seed.
 _FIXED_SEED = 0

@@ -6,7 +6,6 @@ The setting ``dataset.cache`` is the folder of all caches: ``auto`` is ``$XDG_CA
 """
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -26,14 +25,13 @@ from fedssl.datasets.sample_checks import range_warnings
 from fedssl.datasets.storage import Storage
 from fedssl.datasets.stores import Pixels, Records
 from fedssl.digests import new_identity
+from fedssl.logs import log
 from fedssl.machine.memory import available_memory, gigabytes
 
 MIN_SECONDS_TO_CACHE = 1.0  # estimated decoding time from which a file pays
 # Decoding time on one core, measured with images of 32 to 500 pixels: per image, and per encoded byte.
 _SECONDS_PER_IMAGE, _SECONDS_PER_BYTE = 1e-4, 5e-8
 _AUTO_SHARE = 2  # storage=auto decodes into at most one part in two of the available memory, and of the free disk
-
-log = logging.getLogger("fedssl")
 
 
 def read_images(index: ImageIndex, *, cache: str | None, storage: str) -> ImageData:

@@ -3,7 +3,6 @@
 An encoded image is a file or its bytes, or one page of a file: a page of TIFF, a frame of DICOM, a slice of a volume.
 """
 
-import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -55,8 +54,6 @@ _BYTES_PER_PIXEL = 16  # in memory: the decoded image, and a turned, a converted
 _SAMPLE = 16  # images whose dtypes are compared, at equal distances
 THREADS = 8  # maximum number of decoding threads
 VERSION = 8  # of decoded pixels and cache files; increase it if the same images give other pixels
-
-log = logging.getLogger("fedssl")
 
 register_formats()
 

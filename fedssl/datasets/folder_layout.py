@@ -19,10 +19,11 @@ import numpy as np
 
 from fedssl.datasets.formats import FORMAT_OF, SUFFIXES, is_zarr
 from fedssl.datasets.image_index import Query, SequenceIndex
-from fedssl.datasets.listing import Listing, ending_of, log_once
+from fedssl.datasets.listing import Listing, ending_of
 from fedssl.datasets.sources import Source
 from fedssl.datasets.splits import HELD_OUT, matching, split_of
 from fedssl.errors import InputError, shortened
+from fedssl.logs import log_once
 
 _LEVELS = {"class": ("class",), "owner": ("owner",), "owner/class": ("owner", "class"), "none": ()}
 

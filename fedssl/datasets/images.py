@@ -4,7 +4,6 @@ All are indexed like an array and give the same pixels. `ImageSource.prefetch` r
 reads the rows of a mapped file, and threads decode encoded images.
 """
 
-import logging
 import math
 import mmap
 import os
@@ -22,6 +21,7 @@ from torch import Tensor
 from fedssl.datasets.decoding import THREADS, Decoding, Encoded, unreadable_reason
 from fedssl.datasets.raster import torch_dtype
 from fedssl.errors import InputError
+from fedssl.logs import log
 from fedssl.machine.devices import free_memory, is_gpu
 from fedssl.machine.memory import gigabytes
 from fedssl.machine.process import available_cores
@@ -30,9 +30,6 @@ AHEAD = 4  # maximum number of batches that are read ahead
 AHEAD_BYTES = 2**27  # of decoded images that are read ahead, but at least one batch
 READ_AHEAD_BYTES = 2**15  # of a decoded image; smaller ones are copied in less time than a call of the kernel takes
 _TASK = 8  # images decoded by a thread at a time
-
-
-log = logging.getLogger("fedssl")
 
 
 class ImageSource(ABC):

@@ -6,13 +6,11 @@ so that loops end. A link to a file that is listed under another path is left ou
 every file system.
 """
 
-import logging
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 
 from fedssl.datasets.formats import DICOM_DIRECTORY, DICOM_SUFFIX, DOUBLE_SUFFIXES, is_dicom, is_zarr
@@ -23,8 +21,6 @@ HIDDEN_NAMES = {"__macosx", "__pycache__", "thumbs.db", "ehthumbs.db", "desktop.
 HIDDEN_NAMES |= {"system volume information", "lost+found", "@eadir", "@tmp", "@recycle", "@recently-snapshot"}
 HIDDEN_NAMES |= {"#recycle", "#snapshot"}
 _MAX_ENDINGS = 5  # named in a line
-
-log = logging.getLogger("fedssl")
 
 _Identity = tuple[int, int]  # device and inode
 
@@ -120,12 +116,6 @@ def ending_by_content(path: str) -> str:
     ending = ".zarr" if is_zarr(path) else ending_of(name)
     may_be_dicom = (not ending or ending[1:].isdigit()) and name.upper() != DICOM_DIRECTORY
     return DICOM_SUFFIX if may_be_dicom and is_dicom(path) else ending
-
-
-@cache
-def log_once(level: int, line: str) -> None:
-    """Log a line, unless this process has logged it already: every split lists the same folder."""
-    log.log(level, "%s", sanitize(line))
 
 
 class _Walk:

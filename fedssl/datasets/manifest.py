@@ -12,7 +12,8 @@ from pyarrow import csv, json
 
 from fedssl.csv_file import csv_text, decoded
 from fedssl.datasets.formats import SUFFIXES as IMAGE_SUFFIXES
-from fedssl.datasets.listing import ending_of, is_file, is_folder, log_once
+from fedssl.datasets.listing import ending_of, is_file, is_folder
+from fedssl.logs import log_once
 
 SUFFIXES = (".csv", ".tsv", ".jsonl")
 _ZERO_PADDED = re.compile(r"\s*0\d")  # of names, such as 01, which is not 1

@@ -29,11 +29,12 @@ import numpy as np
 from fedssl.datasets.decoding import THREADS, Bands, Decoding, Encoded, Page, unreadable_reason
 from fedssl.datasets.formats import FORMAT_OF, FROM_START, SEVERAL, VOLUMES, is_zarr
 from fedssl.datasets.image_index import ImageIndex, SequenceIndex
-from fedssl.datasets.listing import ending_of, log_once
+from fedssl.datasets.listing import ending_of
 from fedssl.datasets.pages import open_pages
 from fedssl.datasets.sample_checks import SAMPLE
 from fedssl.digests import identity
 from fedssl.errors import InputError, sanitize, shortened
+from fedssl.logs import log_once
 from fedssl.machine.process import available_cores
 from fedssl.safe_io import FilePath
 

@@ -20,7 +20,6 @@ from fedssl.datasets.image_index import (
     file_line,
     grouped_by_folder,
 )
-from fedssl.datasets.listing import log_once
 from fedssl.datasets.npz_files import index_arrays
 from fedssl.datasets.page_index import with_pages
 from fedssl.datasets.sources import ARRAYS, TABLES, Source, find
@@ -28,6 +27,7 @@ from fedssl.datasets.splits import HELD_OUT, split_of_word
 from fedssl.datasets.table_index import RowIndex, index_tables
 from fedssl.digests import new_identity
 from fedssl.errors import InputError, shortened
+from fedssl.logs import log_once
 
 # Arguments of `read` for all images of a path, without labels, as on a device.
 ALL_IMAGES: Mapping[str, Any] = {

@@ -24,8 +24,9 @@ from typing import Any
 import pyarrow as pa
 
 from fedssl.datasets.formats import SUFFIXES as IMAGE_SUFFIXES
-from fedssl.datasets.listing import ending_of, is_hidden, log_once
+from fedssl.datasets.listing import ending_of, is_hidden
 from fedssl.datasets.splits import split_of
+from fedssl.logs import log_once
 
 KEY = "__key__"  # column of the names of samples
 ANY_IMAGE = "__image__"  # column of the images of all endings, if no sample has two

@@ -13,19 +13,11 @@ from pathlib import Path
 
 from fedssl.config.literal import user_path
 from fedssl.datasets.formats import SUFFIXES, is_zarr, missing_packages
-from fedssl.datasets.listing import (
-    Listing,
-    ending_by_content,
-    ending_of,
-    is_file,
-    is_folder,
-    is_hidden,
-    list_files,
-    log_once,
-)
+from fedssl.datasets.listing import Listing, ending_by_content, ending_of, is_file, is_folder, is_hidden, list_files
 from fedssl.datasets.manifest import SUFFIXES as MANIFEST_SUFFIXES
 from fedssl.datasets.shards import SUFFIXES as SHARD_SUFFIXES
 from fedssl.errors import InputError, sanitize, shortened
+from fedssl.logs import log_once
 
 IMAGES, TABLES, ARRAYS = "images", "tables", "arrays"
 _CONTAINERS = {

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from fedssl.datasets.listing import log_once
 from fedssl.datasets.sources import Source
 from fedssl.datasets.splits import HELD_OUT, split_of, split_of_word
 from fedssl.errors import InputError, sanitize, shortened
+from fedssl.logs import log_once
 
 _SHARD = re.compile(r"(.+)-\d+-of-\d+")  # file names of the Hub
 

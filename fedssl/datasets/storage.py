@@ -13,7 +13,6 @@ Only damaged files are removed. A folder may be deleted whenever no run uses it.
 """
 
 import json
-import logging
 import math
 import os
 import time
@@ -33,14 +32,13 @@ from fedssl.datasets.image_index import ImageIndex
 from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError
 from fedssl.locks import lock
+from fedssl.logs import log
 from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.machine.process import available_cores
 from fedssl.tensor_file import read_arrays, write_arrays
 
 DECODE_LOG_INTERVAL = 10.0  # seconds between two progress lines
 _LOCK_POLL_SECONDS = 0.2
-
-log = logging.getLogger("fedssl")
 
 
 def cache_error(folder: Path, error: OSError) -> InputError:

@@ -13,7 +13,6 @@ compressed, and those that a column names are copied into memory, or into a file
 """
 
 import errno
-import logging
 import math
 import os
 import shutil
@@ -32,12 +31,11 @@ from fedssl.datasets.pages import max_file_bytes
 from fedssl.datasets.raster import torch_dtype
 from fedssl.datasets.storage import Storage, cache_error, cache_errors, check_memory, stamp, sync_and_rename
 from fedssl.errors import InputError
+from fedssl.logs import log
 from fedssl.machine.memory import gigabytes
 from fedssl.safe_io import read_bytes
 
 _COPY_CHUNK = 1024  # decoded images copied at a time
-
-log = logging.getLogger("fedssl")
 
 
 class Pixels(Storage):

@@ -18,11 +18,12 @@ from fedssl.config.commands import flag_of, read_options, run_with_overrides, so
 from fedssl.config.literal import path_of
 from fedssl.config.targets import search_folders
 from fedssl.embedding.embedder import Embedder, load_embedder
-from fedssl.embedding.embeddings import check_readable, embedded_blocks, list_for, log
+from fedssl.embedding.embeddings import check_readable, embedded_blocks, list_for
 from fedssl.embedding.formats import FORMATS, Table, check_out
 from fedssl.embedding.image_list import ImageList
 from fedssl.embedding.partial import Partial, open_partial, partial_bytes, remove_partial
 from fedssl.errors import InputError
+from fedssl.logs import log
 from fedssl.machine.memory import gigabytes
 from fedssl.machine.process import OPENMP_ENV
 

@@ -3,7 +3,6 @@
 They are centered because representations behind a ReLU all have high cosines.
 """
 
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,10 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from fedssl.embedding.embedder import Embedder
 from fedssl.embedding.image_list import Block, ImageList, list_images
 from fedssl.errors import InputError, sanitize
+from fedssl.logs import log
 
 _MAX_NAMED = 5  # unreadable images in a message
 
-log = logging.getLogger("fedssl")
 _ROUNDING = 1e-5  # of a centered feature compared with its length before
 
 

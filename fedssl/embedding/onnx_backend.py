@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from fedssl.datasets.listing import log_once
 from fedssl.datasets.raster import convert, pixel_settings
 from fedssl.digests import file_identity
 from fedssl.embedding.embedder import Embedder
 from fedssl.errors import InputError
+from fedssl.logs import log_once
 from fedssl.machine.process import available_cores
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider", "mps": "CoreMLExecutionProvider"}

@@ -6,7 +6,6 @@ whose known test labels have both values; for other classes it is not defined. A
 all equal cannot be learned: all test images get the same score, and its average precision is its share.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,8 +19,7 @@ from fedssl.evaluation.linear_probe import fit_linear, standardize
 from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
 from fedssl.evaluation.scores import FRACTION, Score
 from fedssl.evaluation.targets import Targets, as_labels, read_targets, varying
-
-log = logging.getLogger("fedssl")
+from fedssl.logs import log
 
 
 def label_scores(train: Tensor, labels: Tensor, test: Tensor, *, l2: float, max_iterations: int) -> Tensor:

@@ -1,6 +1,5 @@
 """The interface of evaluation protocols: their input, their call and their combination."""
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError, sanitize, shortened
 from fedssl.evaluation.features import Features, extract, pixels
 from fedssl.evaluation.scores import Score, as_scores
+from fedssl.logs import log
 from fedssl.machine.devices import CPU
 from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.machine.out_of_memory import module_on_cpu, retry_in_chunks
@@ -25,8 +25,6 @@ from fedssl.machine.out_of_memory import module_on_cpu, retry_in_chunks
 SPLITS: dict[Split, str] = {"train": "training", "test": "test"}
 
 MAX_DOMAINS = 12  # of the test, of which each is evaluated: owners may be thousands of writers
-
-log = logging.getLogger("fedssl")
 
 
 @dataclass(frozen=True, eq=False)

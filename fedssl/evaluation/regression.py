@@ -7,7 +7,6 @@ negative. Results of several targets are means over them. A target whose known v
 test, has no result.
 """
 
-import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +19,7 @@ from fedssl.evaluation.linear_probe import standardize
 from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
 from fedssl.evaluation.scores import ERROR, Score
 from fedssl.evaluation.targets import Targets, as_numbers, read_targets, varying
-
-log = logging.getLogger("fedssl")
+from fedssl.logs import log
 
 
 def ridge_predictions(train: Tensor, target: Tensor, test: Tensor, *, l2: float) -> np.ndarray:

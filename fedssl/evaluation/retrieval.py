@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedssl.datasets.listing import log_once
 from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
 from fedssl.evaluation.scores import FRACTION, Score
+from fedssl.logs import log_once
 
 _SIMILARITIES = 2**23  # entries of a block of the similarity matrix: 32 MB, and its sorted copy
 

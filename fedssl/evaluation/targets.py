@@ -22,9 +22,9 @@ from torch import Tensor
 
 from fedssl.config.literal import user_path
 from fedssl.csv_file import check_line, read_lines
-from fedssl.datasets.listing import log_once
 from fedssl.errors import InputError, shortened
 from fedssl.evaluation.protocol import EvaluationInput, LabeledImages
+from fedssl.logs import log_once
 
 _REMEDY = "name other columns with evaluation.columns=[NAME,...]"
 _BOOLS = {"true": 1.0, "false": 0.0}

@@ -7,7 +7,6 @@ Without ``images`` the page has the images of the run's clients, in the encoder'
 ``fedssl-embed`` for the same images. The page needs no network and no server.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from fedssl.explore.clusters import MAX_CLUSTERS
 from fedssl.explore.images import Images, PathImages, collect
 from fedssl.explore.page import Gallery, make_page
 from fedssl.explore.projection import check_method
+from fedssl.logs import log
 
 USAGE = (
     "usage: fedssl-explore run=DIR [images=PATH] [out=explore.html] [embeddings=FILE] [backend=torch|onnx]\n"
@@ -56,8 +56,6 @@ _DEFAULTS = {
     "limit": "10000",
 }
 MAX_LIMIT = 50_000  # images of a page, which a browser displays
-
-log = logging.getLogger("fedssl")
 
 
 @dataclass(frozen=True, kw_only=True)

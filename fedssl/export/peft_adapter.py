@@ -9,7 +9,6 @@ its encoder is ours.
 """
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import astuple
 from pathlib import Path
@@ -24,12 +23,11 @@ from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
 from fedssl.export.source import ExportSource, represent
 from fedssl.export.weights import KEY, write_weights
+from fedssl.logs import log
 from fedssl.low_rank_products import LowRankLayer
 from fedssl.safe_io import corrupt_file_error
 from fedssl.tensor_file import read_tensor_file
 from fedssl.tuning import plain_copy
-
-log = logging.getLogger("fedssl")
 
 ADAPTER_FILE = "adapter.safetensors"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

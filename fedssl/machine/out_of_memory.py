@@ -1,16 +1,14 @@
 """Continue after an accelerator ran out of memory: recognize the error, free memory, use smaller chunks or the CPU."""
 
 import copy
-import logging
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from fedssl.logs import log
 from fedssl.machine.devices import CPU, is_gpu
-
-log = logging.getLogger("fedssl")
 
 OUT_OF_MEMORY = torch.OutOfMemoryError.__name__  # begins the reason of a client that its engine runs again
 # Errors of other types: of Apple's GPUs and of CUDA's runtime, and of its libraries, which allocate memory themselves.

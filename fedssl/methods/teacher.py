@@ -6,7 +6,6 @@ host can share files of features, so that the teacher runs once per image. A fil
 depend on. Damaged files are computed again.
 """
 
-import logging
 import math
 import weakref
 from collections import OrderedDict
@@ -27,11 +26,10 @@ from fedssl.digests import new_checksum
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
 from fedssl.evaluation.features import extract
+from fedssl.logs import log
 from fedssl.machine.devices import to_device
 from fedssl.methods.base import ImageTargets
 from fedssl.tensor_file import read_tensor_file, tensor_bytes, write_tensor_file
-
-log = logging.getLogger("fedssl")
 
 _SUFFIX, _NAME = ".safetensors", "features"  # of the files, and of the array in them
 _CHUNK = 256  # images that are hashed at a time

@@ -11,7 +11,6 @@ Everything after the features is computed in float64 by one thread, so that the 
 the number of threads.
 """
 
-import logging
 import time
 import warnings
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from fedssl.digests import identity, new_identity
 from fedssl.errors import InputError
 from fedssl.evaluation.features import pixel_values
 from fedssl.export import load_encoder
+from fedssl.logs import log
 from fedssl.machine.process import one_thread
 from fedssl.partition.partition import ImageSubset, Partition, PartitionInput
 from fedssl.partition.partitioners import dirichlet
@@ -42,8 +42,6 @@ RESTARTS = 4  # of k-means; the best result is used
 _COLUMN = "clusters"  # of the cached file
 _CHUNK = 512  # images processed at a time
 _MIN_VARIANCE_SHARE = 1e-10  # components with a smaller share of the largest variance are dropped
-
-log = logging.getLogger("fedssl")
 
 
 def feature_clusters(

@@ -1,17 +1,15 @@
 """A method in a phase of its schedule: layers that run, are trained, exchanged, and transferred to new stages."""
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from fedssl.arrays import Layers
 from fedssl.encoders.base import ActiveStages, StageRange
 from fedssl.errors import InputError
+from fedssl.logs import log
 from fedssl.methods.base import TEACHER, SSLMethod
 from fedssl.model_arrays import exchanged_names
 from fedssl.schedule.phases import Phase
-
-log = logging.getLogger("fedssl")
 
 TARGET_ENCODER = "target_encoder."  # prefix of its layer names
 

@@ -7,7 +7,6 @@ The client validates the server's parameters, because masks protect nothing if o
 messages that do not follow the protocol (`RequestRefused`).
 """
 
-import logging
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedssl.errors import RequestRefused
 from fedssl.fleet.limits import Limits
+from fedssl.logs import log
 from fedssl.secure_aggregation.flower_internals import (
     bytes_to_private_key,
     bytes_to_public_key,
@@ -52,8 +52,6 @@ from fedssl.secure_aggregation.protocol import (
 )
 from fedssl.secure_aggregation.shamir import create_shares
 from fedssl.wire.messages import ClientUpdate, TrainPlan
-
-log = logging.getLogger("fedssl")
 
 Record = dict[str, Any]
 

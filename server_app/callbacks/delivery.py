@@ -1,6 +1,5 @@
 """Delivery of the encoder to the devices of a run, during the run and at its end."""
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from fedssl.config.settings import EngineSettings
 from fedssl.errors import InputError
 from fedssl.fleet.certificates import load_signing_key, sign
 from fedssl.fleet.encoders import METRICS, mean_quality
+from fedssl.logs import log
 from fedssl.safe_io import read_bytes, sanitize_line
 from fedssl.schedule.stages import set_active_stages
 from fedssl.wire.delivery import EncoderDelivery, read_quality
@@ -22,8 +22,6 @@ from server_app.models import arrays_by_model, export_encoders
 from server_app.nodes import ClientDirectory, ClientManager
 from strategies.run_context import RunContext
 from strategies.types import GLOBAL, ServerState
-
-log = logging.getLogger("fedssl")
 
 MESSAGE_TYPE = "train.encoder"
 TIMEOUT = 300.0  # seconds without a reply after which the others are not waited for

@@ -4,7 +4,6 @@ The rule is a pure function of the recorded results, so that a resumed run ends 
 one.
 """
 
-import logging
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -12,13 +11,12 @@ from fedssl.config.settings import EarlyStopping
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import evaluation_problem
 from fedssl.evaluation.scores import ACCURACY, ERROR, IN_PERCENT
+from fedssl.logs import log
 from fedssl.rules import Problem
 from fedssl.runs.jsonl import read_jsonl
 from server_app.callbacks.base import Callback, RoundEnd, RunEnd
 from strategies.rules import RunParts
 from strategies.types import ServerState
-
-log = logging.getLogger("fedssl")
 
 
 def stop_reason(evaluations: Iterable[tuple[int, Mapping[str, float]]], rule: EarlyStopping) -> str | None:

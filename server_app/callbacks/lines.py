@@ -1,6 +1,5 @@
 """The line of a round: its cost and values, the files, the tracker and the console."""
 
-import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -12,6 +11,7 @@ import numpy as np
 
 from fedssl.config.settings import RecordingSettings
 from fedssl.errors import DISK_ERRORS
+from fedssl.logs import log
 from fedssl.runs.manifest import LineFile
 from fedssl.step_cost import TrainingCostMeter
 from server_app.callbacks.base import Callback, RoundEnd
@@ -19,8 +19,6 @@ from server_app.console import IS_ROUND, PlainConsole, ProgressSnapshot
 from server_app.trackers.base import SafeTracker
 from server_app.updates import RoundResult
 from strategies.types import ServerState
-
-log = logging.getLogger("fedssl")
 
 _RECENT = 5  # rounds of the mean time
 

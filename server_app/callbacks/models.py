@@ -1,6 +1,5 @@
 """Record checkpoints of a run, and snapshots and collapse metrics of its models."""
 
-import logging
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from fedssl.arrays import Layers
 from fedssl.atomic_files import fsync_file, fsync_folder, saved_rounds
 from fedssl.config.settings import RecordingSettings
+from fedssl.logs import log
 from fedssl.runs.snapshots import finish_round, save_layers
 from server_app.callbacks.base import Callback, RoundEnd, RunEnd
 from server_app.checkpoint import save_checkpoint
@@ -15,8 +15,6 @@ from server_app.client_states import ClientStates
 from server_app.collapse_monitor import CollapseMonitor, summarize_health, warn_of_collapse
 from server_app.run_folder import RunFolder
 from strategies.types import ServerState
-
-log = logging.getLogger("fedssl")
 
 
 class Checkpoints(Callback):

@@ -3,13 +3,13 @@
 Those that record a round run while the next one does, if that changes no number and cores are free.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from flwr.serverapp import Grid
 
+from fedssl.logs import log
 from fedssl.machine.process import available_cores
 from fedssl.methods.base import build_method
 from server_app.build import RunComponents
@@ -28,8 +28,6 @@ from server_app.messaging import ClientMessenger
 from server_app.nodes import ClientManager
 from server_app.run_folder import RunFolder
 from server_app.trackers.base import SafeTracker
-
-log = logging.getLogger("fedssl")
 
 
 def can_evaluate_in_background(components: RunComponents, client_cores: int | None) -> bool:

@@ -7,7 +7,6 @@ class frequencies (`fedssl.evaluation.sampling`).
 """
 
 import json
-import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from fedssl.digests import identity
 from fedssl.evaluation.protocol import EvaluationInput
 from fedssl.evaluation.sampling import sample_label_matched
 from fedssl.evaluation.scores import Score, format_table, mean_over_models, to_flat_dict
+from fedssl.logs import log
 from fedssl.model_arrays import load_layers
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.schedule.stages import set_active_stages
@@ -33,8 +33,6 @@ from server_app.plans import PlanBuilder
 from server_app.run_folder import PERSONALIZED_FILE
 from server_app.validation import InvalidUpdate, check_state_round, read_model_index, read_update
 from strategies.types import ServerState
-
-log = logging.getLogger("fedssl")
 
 PARTICIPANTS, UNSEEN, UNSEEN_ADAPTED = "participants", "unseen clients", "adapted unseen clients"
 

@@ -1,6 +1,5 @@
 """The summary of a run, ``summary.json``."""
 
-import logging
 import platform
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ from fedssl.config.saved_run import resume_command
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import format_table, to_flat_dict, units_of
+from fedssl.logs import log
 from fedssl.machine.memory import gigabytes
 from fedssl.runs.costs import sum_costs
 from fedssl.runs.jsonl import read_jsonl
@@ -28,8 +28,6 @@ from server_app.exchanges import secure
 from server_app.run_folder import RunFolder
 from server_app.trackers.base import SafeTracker
 from strategies.mods import privacy
-
-log = logging.getLogger("fedssl")
 
 VERSIONS = ("flwr", "flwr-datasets", "hydra-core", "numpy", "torch", "torchvision")
 

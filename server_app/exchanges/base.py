@@ -1,6 +1,5 @@
 """The interface of exchanges, which send the messages of a round and return the replies, and its data types."""
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,14 +8,13 @@ from flwr.app import Message
 
 from fedssl.availability import Workload
 from fedssl.errors import RunError
+from fedssl.logs import log
 from fedssl.wire.messages import NO_REPLY
 from server_app.exchanges.sums import RemoteSum, SummedContent, SummedUpdate, SumTask
 from server_app.policies import LoopPolicy
 from server_app.updates import RoundResult
 from strategies.round_start import StartingModel
 from strategies.types import Aggregator
-
-log = logging.getLogger("fedssl")
 
 
 class TooFewUpdatesError(RunError):

@@ -1,6 +1,5 @@
 """The exchange of secure aggregation: the server receives one sum of all updates and no single one."""
 
-import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -12,6 +11,7 @@ from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.config.constraint_table import MIN_IMAGES
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError
+from fedssl.logs import log
 from fedssl.rules import Problem, Rule
 from fedssl.secure_aggregation.graph import describe_graph, graph_for, privacy_parameters
 from fedssl.secure_aggregation.masks import SEED_BITS
@@ -31,8 +31,6 @@ from strategies.weighted_sum import PartialSum, WeightedSum
 
 SETTING = "secure_aggregation=secagg_plus"
 GUARANTEE = "secure_aggregation"  # key of what it guarantees, in the lines of rounds and in the summary
-
-log = logging.getLogger("fedssl")
 
 
 class LocalSum:

@@ -7,7 +7,6 @@ matter. A client that is lost, or that does not arrive before the deadline or am
 that of its last participation.
 """
 
-import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from fedssl.availability import (
 from fedssl.config.settings import Settings
 from fedssl.errors import RunError
 from fedssl.flower_internals import content_from_bytes, content_to_bytes
+from fedssl.logs import log
 from fedssl.rules import Problem
 from fedssl.seeding import numpy_generator
 from fedssl.wire.messages import NO_REPLY
@@ -39,8 +39,6 @@ from server_app.messaging import replies_of
 from server_app.updates import RoundResult
 from strategies.rules import RunParts
 from strategies.run_context import RunContext
-
-log = logging.getLogger("fedssl")
 
 OFFLINE = "it went offline before its reply"
 DROPPED_OUT = "its reply was lost (availability.dropout)"

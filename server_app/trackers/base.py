@@ -4,7 +4,6 @@ A result of a round has its own name (``loss``, ``knn``). Nested values of a lin
 slashes (``cost/flops``, ``health/global/std``), and a final result is ``final/federated/knn``.
 """
 
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,10 +15,8 @@ from omegaconf import DictConfig
 
 from fedssl.config.settings import RecordingSettings
 from fedssl.errors import InputError, sanitize
+from fedssl.logs import log
 from fedssl.plain_values import flatten
-
-log = logging.getLogger("fedssl")
-
 
 _NON_SCALARS = ("round", "units", "dropped", "evaluation")  # keys of a line that are no scalars with their own names
 

@@ -19,7 +19,6 @@ $$
 $$
 """
 
-import logging
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -31,6 +30,7 @@ import torch
 from fedssl.arrays import Layers, is_weight
 from fedssl.config.aggregation_settings import PrivacySettings
 from fedssl.config.settings import Settings
+from fedssl.logs import log
 from fedssl.rules import Problem
 from fedssl.seeding import numpy_generator
 from fedssl.wire.messages import ClientUpdate
@@ -38,8 +38,6 @@ from strategies.mods.base import Mod, ModState
 from strategies.round_start import StartingModel
 from strategies.rules import RunParts, needs_full_exchange, sum_problem
 from strategies.run_context import RunContext
-
-log = logging.getLogger("fedssl")
 
 GUARANTEE = "privacy"  # key of what it guarantees, in the lines of rounds and in the summary
 _WEAK_EPSILON = 10

@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
-from fedssl.datasets import base, cache, listing, tables
+from fedssl.datasets import base, cache, tables
 from fedssl.datasets.decoding import Decoding
+from fedssl.logs import log_once
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def no_network_and_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def log_again(caplog: pytest.LogCaptureFixture) -> None:
     """Log lines again that this process has logged."""
-    listing.log_once.cache_clear()
+    log_once.cache_clear()
     caplog.set_level(logging.INFO)
 
 
