@@ -22,7 +22,7 @@ from fedssl.config.settings import Settings
 from fedssl.errors import InputError
 from fedssl.logs import log
 from fedssl.model_arrays import exchanged_layers
-from fedssl.runs.run_report import RunReport
+from fedssl.runs.run_report import report_line
 from fedssl.wire.records import EXACT, record_bytes
 from server_app.build import RunComponents, build_run, node_names
 from server_app.callbacks.order import make_callbacks
@@ -58,10 +58,6 @@ RUN_CONFIG_KEYS = {"num-server-rounds": "rounds"} | {
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Compose the settings from Flower's run config, and run. Reports are for the command that follows the log."""
-
-    def print_report(report: RunReport) -> None:
-        print(report.line(), flush=True)
-
     try:
         with log_to_console() as records:
             settings = load_for_federation(grid, overrides_of(context.run_config))
@@ -72,10 +68,10 @@ def main(grid: Grid, context: Context) -> None:
             grid,
             components,
             records=records,
-            on_start=lambda folder: print_report(RunReport(run_folder=str(folder))),
+            on_start=lambda folder: print(report_line(run_folder=str(folder)), flush=True),
         )
     except InputError as error:
-        print_report(RunReport(error=str(error)))
+        print(report_line(error=str(error)), flush=True)
         logging.getLogger("flwr").addFilter(without_traceback)
         raise
 

@@ -20,7 +20,7 @@ from fedssl.errors import InputError, RunError
 from fedssl.fleet import control_internals
 from fedssl.fleet.control import control_api
 from fedssl.logs import log
-from fedssl.runs.run_report import RunReport
+from fedssl.runs.run_report import parse_report
 from fedssl.safe_io import sanitize_line
 from fedssl.wire.device import unmet_requirements
 
@@ -80,7 +80,7 @@ def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> Path 
         except KeyboardInterrupt:
             run.stop()
             raise
-    folder = None if run.report.run_folder is None else Path(run.report.run_folder)
+    folder = None if run.folder is None else Path(run.folder)
     is_here = folder is not None and _is_run_folder(folder)
     if folder is not None:
         where = "" if is_here else f" on the machine of the SuperLink {engine.address}; copy it from there"
@@ -90,11 +90,14 @@ def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> Path 
 
 
 class _Run:
-    """A run of a SuperLink; ``report`` is the last one of its ServerApp."""
+    """A run of a SuperLink, with what its ServerApp has reported."""
+
+    folder: str | None
+    error: str | None
 
     def __init__(self, control: control_internals.ControlHttpClient, id: int, *, engine: EngineSettings) -> None:
         self._control, self.id, self._engine = control, id, engine
-        self.report, self._line = RunReport(), ""
+        self.folder, self.error, self._line = None, None, ""
         self._shown = 0.0
 
     def follow(self) -> control_internals.RunStatus:
@@ -135,25 +138,25 @@ class _Run:
         """Print a part of the log, except for reports, which are parsed."""
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
-            report = RunReport.parse(line)
+            report = parse_report(line)
             if report is None:
                 print(line, flush=True)
             else:
-                self.report = RunReport(report.run_folder or self.report.run_folder, report.error)
+                self.folder, self.error = report["run_folder"] or self.folder, report["error"]
 
     @property
     def resume_command(self) -> str:
         address, certificates = self._engine.address, self._engine.root_certificates
         tls = [f"engine.root_certificates={quote_value(certificates)}"] if certificates else []
-        resume = f"resume={quote_value(self.report.run_folder or 'FOLDER')}"
+        resume = f"resume={quote_value(self.folder or 'FOLDER')}"
         return shell_command(["engine=deployment", f"engine.address={quote_value(str(address))}", *tls, resume])
 
 
 def _raise_on_failure(status: control_internals.RunStatus, run: _Run) -> None:
     if status.sub_status == "completed":
         return
-    if run.report.error:
-        raise InputError(run.report.error)
+    if run.error:
+        raise InputError(run.error)
     reason = sanitize_line(status.details, max_chars=1000) or "no reason was given"
     outcome = "was stopped" if status.sub_status == "stopped" else f"failed: {reason.rstrip('.')}"
     raise RunError(f"run {run.id} {outcome}; continue with {run.resume_command}")

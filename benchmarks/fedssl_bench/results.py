@@ -11,10 +11,11 @@ from statistics import mean, median
 
 import torch
 
+from benchmarks.fedssl_bench.ranking import differences, friedman, ranks
 from benchmarks.fedssl_bench.suites import BOUNDS, SUITES, UNTRAINED, Suite
 from fedssl.atomic_files import write_text
 from fedssl.evaluation.scores import as_scores
-from fedssl.report.significance import POWER, Difference, detectable, differences, friedman, ranks
+from fedssl.report.significance import POWER, Difference, detectable
 from fedssl.runs.run import read_run
 from fedssl.text_table import markdown
 

@@ -1,8 +1,8 @@
-"""Ranks of rows, and their differences from a reference, paired over seeds.
+"""Differences of rows from a reference, paired over seeds.
 
-Runs of one seed share the partition, the initial weights and the labeled images, so rows are compared within seeds:
-Friedman's test for all rows, and for each row a paired t-test against the reference with Holm's correction, Student's
-interval of the mean difference, Hedges' g of the differences, and the power of the test.
+Runs of one seed share the partition, the initial weights and the labeled images, so rows are compared within seeds: a
+paired t-test against the reference with Holm's correction, Student's interval of the mean difference, Hedges' g of the
+differences, and the power of the test.
 """
 
 import itertools
@@ -28,39 +28,6 @@ class Difference:
     p: float  # of the two-sided paired t-test, after Holm's correction
     effect: float  # Hedges' g: mean / spread, corrected for the bias of few seeds; 0 for two seeds
     seeds: int  # with which the test detects a difference of 1 with probability `POWER`, if the spread is the true one
-
-
-def ranks(values: Values) -> dict[str, float]:
-    """Return the mean rank of each row over its values, one per seed; 1 is the highest, and ties share their ranks."""
-    import numpy as np  # here and below: slow imports
-    from scipy.stats import rankdata
-
-    table = np.array(list(values.values()))  # (rows, seeds)
-    within = rankdata(-table, axis=0)
-    return dict(zip(values, within.mean(axis=1).tolist(), strict=True))
-
-
-def friedman(values: Values) -> float | None:
-    """Return the p-value of Friedman's test; None for fewer than three rows or two seeds, or if all rows are equal."""
-    from scipy.stats import friedmanchisquare
-
-    if len(values) < 3 or len(next(iter(values.values()))) < 2 or len(set(map(tuple, values.values()))) == 1:
-        return None
-    return float(friedmanchisquare(*values.values()).pvalue)
-
-
-def differences(values: Values, *, reference: str) -> dict[str, Difference]:
-    """Return the difference of every other row from ``reference``; empty for fewer than two seeds."""
-    base = values[reference]
-    if len(base) < 2:
-        return {}
-    return compare(
-        {
-            name: [value - other for value, other in zip(row, base, strict=True)]
-            for name, row in values.items()
-            if name != reference
-        }
-    )
 
 
 def compare(paired: Values) -> dict[str, Difference]:

@@ -4,30 +4,18 @@
 """
 
 import json
-from dataclasses import asdict, dataclass
 
 
-@dataclass(frozen=True)
-class RunReport:
-    """Report of a run on another machine to the command."""
+def report_line(*, run_folder: str | None = None, error: str | None = None) -> str:
+    """Return a line with the run folder, None before it exists, and why the settings were rejected."""
+    return json.dumps({"run_folder": run_folder, "error": error})
 
-    run_folder: str | None = None  # None before it exists
-    error: str | None = None  # why the settings were rejected
 
-    def line(self) -> str:
-        """Return the report as one line of JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def parse(cls, line: str) -> "RunReport | None":
-        """Return the report in a line of the log, None for any other line."""
-        if not line.startswith("{"):
-            return None
-        try:
-            fields = json.loads(line)
-        except ValueError:
-            return None
-        valid = list(fields) == ["run_folder", "error"] and all(
-            value is None or isinstance(value, str) for value in fields.values()
-        )
-        return cls(**fields) if valid else None
+def parse_report(line: str) -> dict[str, str | None] | None:
+    """Return what a line of the log reports, None for any other line."""
+    try:
+        fields = json.loads(line) if line.startswith("{") else {}
+    except ValueError:
+        return None
+    is_report = list(fields) == ["run_folder", "error"]
+    return fields if is_report and all(value is None or isinstance(value, str) for value in fields.values()) else None

@@ -1,12 +1,13 @@
 import pytest
 
-from fedssl.runs.run_report import RunReport
+from fedssl.runs.run_report import parse_report, report_line
 
 
-@pytest.mark.parametrize("report", [RunReport("/a folder/ü", None), RunReport(None, "two\nlines"), RunReport()])
-def test_a_report_is_one_line_that_is_read_back(report):
-    assert "\n" not in report.line()
-    assert RunReport.parse(report.line()) == report
+@pytest.mark.parametrize(("folder", "error"), [("/a folder/ü", None), (None, "two\nlines"), (None, None)])
+def test_a_report_is_one_line_that_is_read_back(folder, error):
+    line = report_line(run_folder=folder, error=error)
+    assert "\n" not in line
+    assert parse_report(line) == {"run_folder": folder, "error": error}
 
 
 @pytest.mark.parametrize(
@@ -24,4 +25,4 @@ def test_a_report_is_one_line_that_is_read_back(report):
     ],
 )
 def test_other_lines_are_not_reports(line):
-    assert RunReport.parse(line) is None
+    assert parse_report(line) is None
