@@ -2,7 +2,7 @@
 
 The plans of all rounds are built by the run's own code, from the untrained model. The size of a plan or an update
 depends on names, shapes and the number of a round, not on weights, so the bytes equal those of a run in which every
-client replies in every round. For every phase of the schedule one client of median size trains for about a second, one
+client replies in every round. For every phase of the schedule one client of median size trains for some steps, one
 round of at most `MAX_UPDATES` clients is aggregated, and each evaluation runs once. Nothing is written into a run
 folder. A run in which clients fail, or that ends early, needs less.
 """
@@ -47,7 +47,7 @@ from simulation.resources import (
 )
 from strategies.types import GLOBAL, ServerState
 
-STEP_SECONDS = 1.0  # about the duration of the measured training of a phase
+MAX_STEPS = 20  # of a measured client
 MAX_UPDATES = 20  # updates that are aggregated; more take proportionally longer
 
 
@@ -190,6 +190,7 @@ def count_rounds(components: RunComponents, update: ClientUpdate) -> list[RoundC
     """
     assert components.client_data is not None
     parts, recording, state = components.client_data.parts, components.settings.recording, ServerState()
+    passes = components.settings.training.epochs * components.federation.strategy.client.trainings_per_round
     result, sizes = [], dict[Hashable, int]()
     for number in range(1, components.settings.rounds + 1):
         saved = range(recording.checkpoint_every, number, recording.checkpoint_every)
@@ -213,7 +214,7 @@ def count_rounds(components: RunComponents, update: ClientUpdate) -> list[RoundC
         result.append(
             RoundCounts(
                 clients=len(attempted.slots),
-                steps=sum(steps_of_client(components, len(parts[client])) for client in attempted.slots),
+                steps=passes * sum(_num_batches(components, len(parts[client])) for client in attempted.slots),
                 bytes_down=sum(slot.bytes_down for slot in attempted.slots.values()),
                 bytes_up=bytes_up,
                 models=len(models),
@@ -223,12 +224,6 @@ def count_rounds(components: RunComponents, update: ClientUpdate) -> list[RoundC
         participation = {**state.last_participation, **used}
         state = ServerState(round=number, models=models, last_participation=participation, state_rounds=state_rounds)
     return result
-
-
-def steps_of_client(components: RunComponents, num_images: int) -> int:
-    """Return the training steps of a client with this many images in a round."""
-    training, strategy = components.settings.training, components.federation.strategy
-    return _num_batches(components, num_images) * training.epochs * strategy.client.trainings_per_round
 
 
 def _num_batches(components: RunComponents, num_images: int) -> int:
@@ -262,36 +257,26 @@ def measure(components: RunComponents, *, separate_workers: bool) -> Measurement
 
 
 def _measure_training(components: RunComponents, folder: Path) -> tuple[dict[int, float], ClientUpdate, Round]:
-    """Return the seconds of a training step by the number of the phase, the last update, and its round.
-
-    The worker of a client process trains as a client of median size, with fewer steps if these take long.
-    """
+    """Return the seconds of a training step by the number of the phase, the last update, and its round."""
     data = components.client_data
     assert data is not None
     settings = replace(parse_client_config(components.context.client_config), base_folders=(folder / BASE_FOLDER,))
     worker, images = ClientWorker(settings), np.concatenate(data.parts)
+    worker.training = replace(worker.training, epochs=1)
     sizes = [len(part) for client, part in enumerate(data.parts) if client not in data.few_images]
-    middle, trainings = int(median(sizes)), components.federation.strategy.client.trainings_per_round
-
-    def train(*, num_images: int, steps: int) -> tuple[float, ClientUpdate]:
-        """Train on one batch of a client with this many images in each step."""
-        client, content = next(iter(attempted.contents.items()))
-        batch = -(-num_images // _num_batches(components, num_images))
-        worker.client_indices = [images[:batch]] * (client + 1)
-        worker.training = replace(worker.training, epochs=steps, batch_size=batch)
-        plan = replace(TrainPlan.from_content(content), lr_factor=0.0)  # many steps on one batch would diverge
-        start = time.perf_counter()
-        update = worker.train(plan, client, folder / "client")
-        return (time.perf_counter() - start) / (steps * trainings), update
-
-    seconds = {}
+    trainings, seconds = components.federation.strategy.client.trainings_per_round, {}
     for phase in components.context.phases:
         attempted = _small_round(components, phase.first, folder)
-        train(num_images=max(sizes), steps=2)  # warm-up, and the peak memory of the run
-        short, _ = train(num_images=middle, steps=1)
-        all_steps = steps_of_client(components, middle) // trainings
-        steps = max(1, min(all_steps, int(STEP_SECONDS / short)))
-        seconds[phase.number], update = train(num_images=middle, steps=steps)
+        client, content = next(iter(attempted.contents.items()))
+        # The largest client first: a warm-up, and the peak memory of the run.
+        for num_images in (max(sizes), int(median(sizes))):
+            used = images[: min(num_images, MAX_STEPS * settings.training.batch_size)]
+            worker.client_indices = [used] * (client + 1)
+            start = time.perf_counter()
+            # Without learning: a step of the untrained model at the rate of a later round may diverge.
+            update = worker.train(replace(TrainPlan.from_content(content), lr_factor=0.0), client, folder / "client")
+            steps = _num_batches(components, len(used)) * trainings
+            seconds[phase.number] = (time.perf_counter() - start) / steps
     return seconds, update, attempted
 
 

@@ -22,18 +22,7 @@ from omegaconf import DictConfig
 
 from fedssl.errors import InputError
 
-__all__ = [
-    "ChoiceSweep",
-    "Glob",
-    "IntervalSweep",
-    "Override",
-    "apply_overrides",
-    "expand_sweep",
-    "initialized_hydra",
-    "parse_overrides",
-    "run_main",
-    "split_arguments",
-]
+__all__ = ["ChoiceSweep", "Glob", "IntervalSweep", "Override"]
 
 
 @contextmanager

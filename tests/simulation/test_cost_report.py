@@ -51,7 +51,7 @@ def test_the_report_by_hand(tmp_path):
 
 def test_a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("simulation.cost.STEP_SECONDS", 0.05)
+    monkeypatch.setattr("simulation.cost.MAX_STEPS", 2)
     assert command(monkeypatch, *QUICK, "plan=true") == 0
     lines = capsys.readouterr().out.splitlines()
     names = ["engine", "rounds", "steps", "download", "upload", "memory", "time"]
