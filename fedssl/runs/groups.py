@@ -1,18 +1,16 @@
 """Group runs that differ only in their seed, and find the settings in which runs differ."""
 
 import itertools
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 
 from fedssl.config.compose import RESUMABLE_KEYS
 from fedssl.config.statistics_settings import FEDERATED
+from fedssl.errors import sanitize
+from fedssl.logs import log
 from fedssl.plain_values import flatten
 from fedssl.runs.run import Run
-from fedssl.safe_io import sanitize
-
-log = logging.getLogger("fedssl")
 
 MAIN = ("strategy", "method", "encoder", "partition", "partition.alpha", "num_clients", "rounds")
 OWN_KEYS = {"output_dir", "resume", "run_id", "pause_after"}  # of one start of a run
