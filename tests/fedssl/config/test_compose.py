@@ -64,7 +64,7 @@ def test_another_choice_drops_settings_that_it_lacks():
         compose.resolve_config(["experiment=many_rounds", "partition=iid", "partition.alpha=0.5"])
 
 
-def test_settings_inside_a_node_are_dropped_only_if_the_choice_lacks_them():
+def test_settings_in_a_node_that_the_choice_lacks_are_dropped():
     choice = OmegaConf.create({"a": {"b": 1}, "open": {}, "empty": None})
     node = OmegaConf.create({"a": {"b": 2, "c": 3}, "open": {"x": 1}, "empty": {"y": 1}, "other": 1})
     compose._keep_settings_of(choice, node)
