@@ -193,7 +193,7 @@ def test_natural_without_owners_is_one_sentence() -> None:
         (
             "dirichlet",
             {"alpha": 0.01, "min_size": 5, "num_clients": 20},
-            r"partition\.alpha=0\.01 .*num_clients=20 .*partition\.min_size=5 of 100 images.*raise partition\.alpha",
+            r"partition\.alpha=0\.01 .*num_clients=20 .*partition\.min_size=5 of 100 images.*; set num_clients=2, or",
         ),
         ("dirichlet", {"alpha": 5.0, "min_size": 30}, r"partition\.min_size=30 of 100 images"),
         ("pathological", {"classes_per_client": 0}, r"partition\.classes_per_client=0 must be from 1 to the 5 classes"),
