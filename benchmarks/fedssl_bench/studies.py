@@ -96,7 +96,7 @@ _PARTS = {
     "two classes": Part(STRATEGIES, (0, 1, 2), ("partition=pathological",)),
     "ten epochs": Part(FIVE, (0, 1, 2), ("local_epochs=10", "rounds=20", "evaluate_every=2", "checkpoint_every=2")),
     "5 clients": Part(THREE, (0, 1, 2), ("num_clients=5",)),
-    "100 clients": Part(STRATEGIES, (0, 1, 2), ("num_clients=100", "clients_per_round=10")),
+    "100 clients": Part(STRATEGIES, (0, 1, 2), ("num_clients=100", "clients_per_round=10", "partition.min_size=0")),
     "2,000 epochs": Part(TWO, (0, 1), ("local_epochs=10",)),
 }
 

@@ -92,7 +92,8 @@ def seeds_for(spread: float, *, difference: float = 1.0) -> int:
     # The number for a known spread, which is smaller than that of the t-test by two or three.
     start = float((norm.ppf((1 + LEVEL) / 2) + norm.ppf(POWER)) ** 2 * (spread / difference) ** 2)
     counts = itertools.count(max(2, math.floor(start)))
-    return next(n for n in counts if spread == 0 or power(difference, spread, seeds=n) >= POWER)
+    certain = spread < difference / 1000  # then two suffice, and SciPy's noncentral t may not be a number
+    return next(n for n in counts if certain or power(difference, spread, seeds=n) >= POWER)
 
 
 def detectable(spread: float, *, seeds: int) -> float:

@@ -53,7 +53,7 @@ def test_power_equals_the_integral_over_the_variance(shift, seeds):
 def test_numbers_of_seeds_are_those_of_tables_of_power():
     # Paired t-test, two-sided, 5%, power 0.8: Cohen's d of 1, 0.8, 0.5 and 0.2 need 10, 15, 34 and 199 pairs.
     assert [seeds_for(1 / d) for d in (1.0, 0.8, 0.5, 0.2)] == [10, 15, 34, 199]
-    assert seeds_for(0.0) == 2
+    assert [seeds_for(spread) for spread in (0.0, 1e-15, 1e-6, 0.01)] == [2, 2, 2, 2]
     assert power(1.0, 1.0, seeds=9) < 0.8 <= power(1.0, 1.0, seeds=10)
     assert power(detectable(0.7, seeds=3), 0.7, seeds=3) == pytest.approx(0.8)
     assert (detectable(0.0, seeds=3), seeds_for(0.7, difference=2.0)) == (0.0, seeds_for(0.35))
