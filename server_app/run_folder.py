@@ -13,7 +13,7 @@ from fedssl.atomic_files import (
     round_file,
     write_text,
 )
-from fedssl.base_layers import save_base
+from fedssl.base_layers import layers_digest, save_base
 from fedssl.config.load import DEVICE_NUMBERS_FILE
 from fedssl.config.saved_run import BASE_FOLDER, INITIAL_ENCODER_FILE, read_settings, save_run
 from fedssl.config.settings import RecordingSettings
@@ -115,7 +115,7 @@ class RunFolder:
     def start(self, components: RunComponents) -> ServerState:
         """Write what a run starts from, and return its first state; of a resumed run, that of the last checkpoint."""
         federation, settings = components.federation, components.settings
-        self.store_base(federation.context.base, federation.context.base_digest)
+        self.store_base(federation.context.base)
         if settings.recording.resumed is None:
             models_per_client = federation.strategy.server.models_per_client
             state = ServerState(models=ClientModels(self.path, {}) if models_per_client else {})
@@ -139,9 +139,9 @@ class RunFolder:
             )
         save_run(settings, self.path)
 
-    def store_base(self, base: Layers, digest: str) -> None:
+    def store_base(self, base: Layers) -> None:
         """Store the base layers once; raises `InputError` if the run that is resumed has others."""
-        folder = self.path / BASE_FOLDER
+        folder, digest = self.path / BASE_FOLDER, layers_digest(base)
         others = [file for file in folder.glob("*.safetensors") if file.stem != digest]
         if others:
             raise InputError(

@@ -7,7 +7,6 @@ from functools import cached_property
 import torch
 
 from fedssl.arrays import GlobalLayers, Layers
-from fedssl.base_layers import layers_digest
 from fedssl.config.settings import Settings
 from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import copy_layers, exchanged_layers, global_layers, names_in_parts, read_layers
@@ -71,10 +70,6 @@ class RunContext:
     def base(self) -> Layers:
         """Return the base layers, which nothing changes; none if all layers are exchanged."""
         return read_layers(self.method, self.method.base_names)
-
-    @cached_property
-    def base_digest(self) -> str:
-        return layers_digest(self.base)
 
     def initial_model(self) -> GlobalModel:
         """Return an untrained model."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedssl.base_layers import check_base, load_base, save_base
+from fedssl.base_layers import check_base, layers_digest, load_base, save_base
 from fedssl.errors import RequestRefused
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import load_layers, names_in_parts, part_name
@@ -28,7 +28,7 @@ class HeldLayers(Mod):
     """Leaves out what a client holds."""
 
     def __init__(self, context: RunContext) -> None:
-        self._context, self._base, self._digest = context, context.base, context.base_digest
+        self._context, self._base, self._digest = context, context.base, layers_digest(context.base)
         self._dropped: set[int] = set()  # clients that may lack base layers although they reported them
 
     @classmethod

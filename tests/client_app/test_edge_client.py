@@ -114,7 +114,10 @@ ATTEMPTS = {
     "an interpolation": (lambda plan: with_task(plan, encoder__width="${oc.env:HOME}"), "width has an interpolation"),
     "a path": (lambda plan: with_task(plan, dataset__path="/"), "no setting 'dataset.path'"),
     "a run outside": (lambda plan: with_task(plan, run_id="../../evil"), "is not a valid run id"),
-    "a choice": (lambda plan: with_task(plan, choices={"encoder": "x"}), "encoder=x is not a choice of this edge"),
+    "a choice": (
+        lambda plan: with_task(plan, choices={"encoder": "x"}),
+        "encoder=x is not a choice of this edge client",
+    ),
     "a group": (lambda plan: with_task(plan, choices={"dataset": "digits"}), "the task must choose in"),
     "a batch of nothing": (
         lambda plan: with_task(plan, batch_size=0),
@@ -124,7 +127,10 @@ ATTEMPTS = {
     "many epochs": (lambda plan: with_task(plan, local_epochs=101), "local_epochs=101 but this device allows 100"),
     "large images": (lambda plan: with_task(plan, dataset__size=10**6), "dataset.size is beyond 65536"),
     "larger images": (lambda plan: with_task(plan, dataset__size=513), "dataset.size=513 but this device allows 512"),
-    "large views": (lambda plan: with_task(plan, augmentation__size=5000), "augmentation.size=5000 must be at most"),
+    "large views": (
+        lambda plan: with_task(plan, augmentation__size=5000),
+        "augmentation.size=5000 must be at most 4,096",
+    ),
     "a large model": (lambda plan: with_task(plan, encoder__width=60_000), "a training step takes about"),
     "large heads": (
         lambda plan: with_task(plan, method__projector__hidden_dim=65_536, method__projector__num_layers=256),
@@ -133,7 +139,10 @@ ATTEMPTS = {
     "other code": (lambda plan: changed(plan, code_fingerprint="evil"), "the client runs other code"),
     "a round that never was": (lambda plan: changed(plan, round=-1), "round=-1 of the plan is not from 1"),
     "no end of rounds": (lambda plan: changed(plan, round=10**9), "round=1000000000 of the plan"),
-    "keep nothing": (lambda plan: changed(plan, oldest_resumable_round=7), "round=7 of the plan is not from 0 to 1"),
+    "keep nothing": (
+        lambda plan: changed(plan, oldest_resumable_round=7),
+        "oldest-resumable-round=7 of the plan is not from 0 to 1",
+    ),
     "no number": (lambda plan: changed(plan, lr_factor=float("nan")), "lr-factor=nan of the plan"),
     "a depth": (lambda plan: changed(plan, num_stages=10**6), "num-stages=1000000 of the plan is not from 1 to 256"),
     "frozen beyond": (
@@ -202,7 +211,10 @@ def test_images_of_16_bits_need_two_bytes_per_value(allowed, storage, plan, tmp_
     [
         ({}, "this SuperNode has no folder of images; start it with --node-config 'data-path=\"FOLDER\"'"),
         ({"partition-id": 0, "num-partitions": 2}, "this SuperNode has no folder of images"),
-        ({MARKER_KEY: True, "partition-id": 0, "num-partitions": 2}, "configuration has fedssl-simulation; known are"),
+        (
+            {MARKER_KEY: True, "partition-id": 0, "num-partitions": 2},
+            "the node's configuration has fedssl-simulation; known are",
+        ),
         ({"data-path": "x", "state": "y"}, "the node's configuration has state; known are data-path, client-name"),
         ({"data-path": "x", "client-name": "../x"}, "InputError; see the log of the device"),
         ({"data-path": "x", "client-name": "a b"}, "client-name='a b' is not a valid client name"),

@@ -1,4 +1,4 @@
-"""What clients keep: their files, and what one process keeps in memory and writes behind."""
+"""Client state in files, and in the memory of one process that writes it later."""
 
 import resource
 import signal

@@ -52,7 +52,10 @@ def test_a_run_ends_early_and_goes_on(folders):
         ),
         (["early_stopping.min_delta=1.5"], r"early_stopping.min_delta=1.5 but knn is in \[0, 1\]"),
         (["schedule=layer_wise", "rounds=4"], "schedule of 4 stages"),
-        (["dataset.splits.test=null"], "early_stopping.monitor=knn needs evaluations; the data set has no labeled"),
+        (
+            ["dataset.splits.test=null"],
+            "early_stopping.monitor=knn needs evaluations; the data set has no labeled test",
+        ),
     ],
 )
 def test_what_no_round_will_have_is_refused_before_the_first(tmp_path, overrides, sentence):

@@ -160,7 +160,10 @@ def test_a_registered_name_belongs_to_its_key(places, caplog):
     [
         (lambda folder: None, "has no images: its data-path does not exist"),
         (lambda folder: folder.mkdir(), "has no images in its data-path (allowed are .arrow .parquet "),
-        (lambda folder: write_file(folder / "a.parquet"), "cannot use the images in its data-path; its log has the"),
+        (
+            lambda folder: write_file(folder / "a.parquet"),
+            "cannot use the images in its data-path; its log has the reason",
+        ),
     ],
 )
 def test_a_device_without_images_is_left_out_meanwhile(make, reason, places, monkeypatch):

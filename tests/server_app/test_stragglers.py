@@ -283,7 +283,10 @@ def test_the_model_is_the_sum_over_used_updates(tmp_path, seed, buffered):
     ("overrides", "reason"),
     [
         (["aggregation.min_updates=4"], "aggregation.min_updates=4 but clients_per_round=3"),
-        (["aggregation.over_selection=2"], "over_selection=2 but clients_per_round=3 leaves 1 of num_clients=4"),
+        (
+            ["aggregation.over_selection=2"],
+            "aggregation.over_selection=2 but clients_per_round=3 leaves 1 of num_clients=4",
+        ),
     ],
 )
 def test_what_cannot_come_is_not_waited_for(tmp_path, overrides, reason):

@@ -125,7 +125,10 @@ REJECTED = {
         "sends four messages per client and round, which virtual time does not model; set client_speed=none",
     ),
     "no file": (["availability=trace"], "availability=trace needs availability.file"),
-    "no file of speeds": (["client_speed=trace", "client_speed.file=no.csv"], "no.csv does not exist; choose a CSV"),
+    "no file of speeds": (
+        ["client_speed=trace", "client_speed.file=no.csv"],
+        "no.csv does not exist; choose a CSV file",
+    ),
     "another group": (["availability.fraction=0.5"], "there is no setting 'availability.fraction'"),
 }
 

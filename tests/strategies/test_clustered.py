@@ -149,8 +149,14 @@ def test_a_model_per_client_equals_local_training(tmp_path):
         (["strategy=featarc", "strategy.clusters=4"], "strategy.clusters=4 but num_clients=3; give at most one"),
         (["strategy=featarc", "method=orchestra"], "Orchestra has a server side of its own for one model"),
         (["strategy=featarc", "calibration=auxiliary"], "calibration=auxiliary trains the one model"),
-        (["strategy=clustered", "strategy.rule=eua", "strategy.weighting=uniform"], "rule=eua has no weighting"),
-        ([*ONE_SHOT, "strategy.cluster_round=30"], "cluster_round=30 is the round in which clients are sorted"),
+        (
+            ["strategy=clustered", "strategy.rule=eua", "strategy.weighting=uniform"],
+            "strategy.rule=eua has no weighting",
+        ),
+        (
+            [*ONE_SHOT, "strategy.cluster_round=30"],
+            "strategy.cluster_round=30 is the round in which clients are sorted, and there are",
+        ),
         ([*ONE_SHOT, "clients_per_round=2"], "sorts all clients in round 1, but clients_per_round=2 of num_clients=3"),
         (
             ["strategy=featarc", "secure_aggregation=secagg_plus", "secure_aggregation.dropout_fraction=0"],

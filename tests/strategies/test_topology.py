@@ -111,7 +111,7 @@ def test_weights_are_symmetric_and_doubly_stochastic(graph):
             "erdos_renyi",
             50,
             {"probability": 0.01},
-            "100 random graphs is connected with strategy.probability=0.01, while",
+            "none of 100 random graphs is connected with strategy.probability=0.01, while",
         ),
     ],
 )

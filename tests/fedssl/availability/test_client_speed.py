@@ -51,8 +51,14 @@ BAD = {
         "begins with 'client,flops'; its first line must be client,flops_per_second",
     ),
     "a client twice": (f"{HEADER}0,1,1,1\n0,2,2,2\n", "line 3: client 0 has a line already; remove one of them"),
-    "a client is missing": (f"{HEADER}0,1,1,1\n", "has no line for client 1; add one for each of the num_clients=2"),
-    "too slow": (f"{HEADER}0,1e9,0,1\n", "line 2: upload_bytes_per_second=0 must be a number from 1 to 1e+15"),
+    "a client is missing": (
+        f"{HEADER}0,1,1,1\n",
+        "has no line for client 1; add one for each of the num_clients=2 clients",
+    ),
+    "too slow": (
+        f"{HEADER}0,1e9,0,1\n",
+        "line 2: upload_bytes_per_second=0 must be a number from 1 to 1e+15; correct it",
+    ),
     "an unknown client": (f"{HEADER}2,1,1,1\n", "line 2: there is no client 2; the num_clients=2 clients are 0 to 1"),
     "no number": (f"{HEADER}0,fast,1,1\n", "line 2: flops_per_second=fast must be a number"),
 }

@@ -55,7 +55,10 @@ def test_a_trace_has_the_intervals_of_its_lines(tmp_path):
 
 
 BAD = {
-    "is no CSV": ('client,start,end\n0,"1,2\n', "is not a CSV file (unexpected end of data); choose a CSV file"),
+    "is no CSV": (
+        'client,start,end\n0,"1,2\n',
+        "is not a CSV file (unexpected end of data); choose a CSV file of client,",
+    ),
     "empty": ("", "begins with ''; its first line must be client,start,end"),
     "another header": (
         "client,begin,end\n0,1\n",

@@ -90,7 +90,10 @@ def test_a_module_may_have_the_ranges_of_its_own_settings() -> None:
             "augmentation.views.7.count=2",
             r"there is no setting 'augmentation.views.7.count'; did you mean augmentation.views.0",
         ),
-        ("strategy=fedavg lr_schedule.warmup_rounds=2", "'lr_schedule.warmup_rounds'; did you mean lr_schedule;"),
+        (
+            "strategy=fedavg lr_schedule.warmup_rounds=2",
+            "no setting 'lr_schedule.warmup_rounds'; did you mean lr_schedule;",
+        ),
         ("augmentation.views.0.rotate=2", r"there is no setting 'augmentation.views.0.rotate'"),
     ],
 )

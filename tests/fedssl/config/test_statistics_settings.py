@@ -28,7 +28,9 @@ def test_numbers_request_nothing():
 
 
 def test_a_word_beside_explicit_numbers_is_refused():
-    message = r"^dataset\.mean=federated measures mean and .*, but dataset\.std is set to \[0\.2\]; leave dataset\.std"
+    message = (
+        r"^dataset\.mean=federated measures mean and .*, but dataset\.std is set to \[0\.2\]; leave dataset\.std out"
+    )
     with pytest.raises(InputError, match=message):
         request_statistics(config_of(mean="federated", std=[0.2]), explicit=["dataset.std"])
 

@@ -30,7 +30,10 @@ def test_yaml_has_static_keys_and_the_reader_others(name: str) -> None:
     ("changes", "message"),
     [
         ({"channels": 65}, r"^dataset\.channels=65 must be at most 64$"),
-        ({"channels": 1}, r"^dataset\.mean=\[0\.4914, 0\.4822, 0\.4465\] has 3 numbers but dataset\.channels=1; set"),
+        (
+            {"channels": 1},
+            r"^dataset\.mean=\[0\.4914, 0\.4822, 0\.4465\] has 3 numbers but dataset\.channels=1; set one ",
+        ),
         (
             {"std": [1.0, 0.0, 1.0]},
             r"^dataset\.std=\[1\.0, 0\.0, 1\.0\] must be a list of numbers above 0 and at most 100000$",

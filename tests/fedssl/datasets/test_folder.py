@@ -71,7 +71,11 @@ def test_subfolders_are_classes_and_a_fifth_is_held_out(tmp_path: Path) -> None:
         ("class", ["1.png", "class/2.png"], "1 loose images beside the subfolders"),
         ("owner", ["1.png", "2.png"], r"2 loose images but dataset\.folders=owner needs.*\(one per owner\)$"),
         ("owner", ["1.png", "ann/2.png"], r"1 loose images beside the subfolders ann.*\(one per owner\)$"),
-        ("owner/class", ["ann/1.png"], r"ann holds 1 loose .*\(one per class\), or give dataset\.folders=owner for no"),
+        (
+            "owner/class",
+            ["ann/1.png"],
+            r"ann holds 1 loose .*\(one per class\), or give dataset\.folders=owner for no la",
+        ),
         ("owner/class", ["ann/1.png", "ann/bee/2.png"], r"ann holds 1 loose images beside the subfolders bee"),
         ("owner/class", ["1.png", "ann/bee/2.png"], r"beside the subfolders ann.*\(one per owner\)$"),
         ("owner", ["ann/notes.txt"], "holds no image"),

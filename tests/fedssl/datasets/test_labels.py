@@ -62,7 +62,10 @@ def test_names_beside_numbers_are_refused_if_rows_have_labels(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (pa.array([[1, 2], [0]]), r"of type list<.*> in .* \(several labels per image\); one class per image is"),
+        (
+            pa.array([[1, 2], [0]]),
+            r"of type list<.*> in .* \(several labels per image\); one class per image is needed",
+        ),
         (pa.array([0.5, 1.0]), r"of type double in .*train\.parquet \(it has the value 0\.5\)"),
         (pa.array([float("inf")]), r"of type double .* \(it has the value inf\)"),
         (pa.array([2**63], pa.uint64()), r"of type uint64 .* not in range"),

@@ -73,7 +73,10 @@ FLOATS = encoded(JPEG2000Lossless, jpeg2000(2)).replace(b"\xe0\x7f\x10\x00OW", b
         (deflated(64), "its transfer syntax is deflated"),
         (deflated(64, element(0x00020009, b"OF", bytes(4))), "its transfer syntax is deflated"),
         (make(Rows=8_000, Columns=8_000), "8,000 x 8,000 pixels, more than dataset.max_pixels"),
-        (encoded(JPEG2000Lossless, jpeg2000(60_000)), r"has another size \(60000, 60000\) than its header \(2, 2\)"),
+        (
+            encoded(JPEG2000Lossless, jpeg2000(60_000)),
+            r"its frame has another size \(60000, 60000\) than its header \(2, 2\)",
+        ),
         (encoded(JPEG2000Lossless, JP2), r"another size \(60000, 60000\) than"),
         (encoded(JPEGBaseline8Bit, JPEG[:2] + COMMENT + JPEG[2:]), r"another size \(300, 300\) than"),
         (encoded(JPEGBaseline8Bit, JPEG[:2] + SOF + JPEG[2:]), r"another size \(2, 2\), \(300, 300\) than"),

@@ -72,7 +72,9 @@ def test_a_source_cut_during_a_run_is_one_sentence(tmp_path, kind):
     images = load(tmp_path / "data", kind, None, storage="encoded", test_fraction=0).images
     for file in (tmp_path / "data").rglob("*.jpg" if kind == "folder" else "*.arrow"):
         cut(file)
-    sentence = r"image \d+ of the data set was readable and is no longer \(.*\); start again, and do not change the"
+    sentence = (
+        r"image \d+ of the data set was readable and is no longer \(.*\); start again, and do not change the files"
+    )
     with pytest.raises(InputError, match=sentence):
         images[:]
 

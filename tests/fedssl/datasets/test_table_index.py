@@ -123,7 +123,12 @@ def test_a_missing_label_column_is_logged_and_means_no_labels(tmp_path: Path, ca
         ("train.parquet", b"rubbish", {}, r"train\.parquet cannot be read"),
         ("train.arrow", b"rubbish", {}, r"train\.arrow cannot be read"),
         ("train.txt", b"", {}, r"holds no image \(ignored 1 file: 1 \.txt\); allowed are files ending in \.arrow"),
-        ("test.parquet", table([1], [0]), {}, r"has no split 'train', only test\.parquet; set dataset\.splits"),
+        (
+            "test.parquet",
+            table([1], [0]),
+            {},
+            r"has no split 'train', only test\.parquet; set dataset\.splits\.federated",
+        ),
         ("train.parquet", table([1], [0], image="image"), {}, r"no column 'img' \(it has \['image', 'label'\]\)"),
         (
             "train.parquet",

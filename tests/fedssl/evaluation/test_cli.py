@@ -71,7 +71,10 @@ def test_command_standardizes_and_resizes_as_in_training(tmp_path: Path, monkeyp
         (["run={run}", "dataset.pth=x"], "dataset.pth=x does not fit the data set"),
         (["run={run}", "evaluation=kn"], "did you mean knn"),
         (["run={run}", "evaluation.k=0"], "k=0"),
-        (["run={run}", "dataset=digits", "dataset.channels=3"], r"1 channel\(s\) but dataset.channels=3; .*gray and"),
+        (
+            ["run={run}", "dataset=digits", "dataset.channels=3"],
+            r"1 channel\(s\) but dataset.channels=3; add .*gray and RGB",
+        ),
         (["run={run}", "dataset.splits={{federated: train, train: train, test: null}}"], "no labeled test images"),
         (
             ["run={run}", "evaluation=few_labels", "dataset.limit=12"],

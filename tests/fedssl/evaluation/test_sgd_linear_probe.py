@@ -221,7 +221,10 @@ def test_settings_files_have_the_papers_values(choice, numbers, lr):
     ("overrides", "sentence"),
     [
         (["evaluation.shares=[]"], "shares=.. of a linear probe must have at least one share"),
-        (["evaluation.shares=[2.0]"], r"evaluation.shares=\[2.0\] must be a list of numbers above 0 and at most 1"),
+        (
+            ["evaluation.shares=[2.0]"],
+            r"evaluation.shares=\[2.0\] must be a list of numbers above 0 and at most 1; the",
+        ),
         (["evaluation.features=both"], "evaluation.features=both must be pooled or map; the default is pooled"),
         (["evaluation.batch_norm_epochs=-1"], "evaluation.batch_norm_epochs=-1 must be an integer of at least 0; the"),
         (["evaluation.epochs=-1"], "evaluation.epochs=-1 must be an integer of at least 0; the default is 50"),

@@ -135,7 +135,10 @@ def test_setup_reports_what_does_not_fit(tmp_path, running, call, keys):
         (["setup", "nothing.kit", "images=x"], "nothing.kit does not exist"),
         (["setup", "{file}", "images=x"], "is not a startup kit (File is not a zip file); ask the operator"),
         (["setup", "{file}"], "images=FOLDER is missing"),
-        (["setup", "{file}", "pictures=x"], "pictures=x is not known; give images=FOLDER or folder=FOLDER or states="),
+        (
+            ["setup", "{file}", "pictures=x"],
+            "pictures=x is not known; give images=FOLDER or folder=FOLDER or states=FOLDER",
+        ),
         (["status", "folder={folder}"], "has no device.json; run fedssl-device setup"),
     ],
 )

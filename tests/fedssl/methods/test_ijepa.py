@@ -137,7 +137,10 @@ def test_targets_stay_with_their_clients(tmp_path):
             ["strategy=fedu", "method.exchange_predictor=false"],
             "IJEPA exchanges neither; set strategy.predictor=global$",
         ),
-        (["calibration=auxiliary", "method.exchange_predictor=false"], "not have the clients' predictor; .*=true$"),
+        (
+            ["calibration=auxiliary", "method.exchange_predictor=false"],
+            "does not have the clients' predictor; .*=true$",
+        ),
         (["method.predictor_width=18"], "^method.predictor_width=18 must be a multiple of 4 and of method.predictor_h"),
         (["method.ema_schedule=line"], "^method.ema_schedule=line must be constant or cosine"),
     ],

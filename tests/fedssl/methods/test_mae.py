@@ -142,7 +142,10 @@ def test_calibration_needs_an_exchanged_decoder(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["encoder.patch=1"], "^method.normalize_patches=true .* encoder.patch=1 .* method.normalize_patches=false"),
+        (
+            ["encoder.patch=1"],
+            "^method.normalize_patches=true .* encoder.patch=1 .* set method.normalize_patches=false",
+        ),
         (["augmentation=digits"], "1 global view with a mask of kind random .*; set augmentation=mae$"),
         (["augmentation=ijepa"], "a mask of kind multi_block; set augmentation=mae$"),
         (["schedule=layer_wise"], "^the schedule or the tuning freezes stages .* MAE hides patches.*; set schedule="),

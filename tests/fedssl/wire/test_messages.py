@@ -135,7 +135,11 @@ def test_any_bytes_give_an_array_or_a_sentence(noise, start):
     [
         ("extra", ConfigRecord({"a": 1}), "unexpected record extra"),
         ("metrics", MetricRecord({"images": 3}), "unexpected metric images"),
-        ("metrics", MetricRecord({"num-examples": 2.0**53}), "num-examples is 9007199254740992.0, which is not a"),
+        (
+            "metrics",
+            MetricRecord({"num-examples": 2.0**53}),
+            "metric num-examples is 9007199254740992.0, which is not a",
+        ),
         ("reply-config", ConfigRecord({"round": "one", "code-fingerprint": "x"}), "one instead of a number"),
     ],
 )

@@ -64,7 +64,11 @@ def test_the_arrays_stay_if_no_reply_can_be_used(caplog):
         (LossWeighted(), lambda *_: reply(ONE, train_loss=[1.0]), "loss_key='train_loss', which is a list"),
         (FedU(encoder="a", predictor="b"), lambda *_: ONE, r"needs ClientApp(mods=[client_mod])"),
         (EUC(), lambda *_: ONE, "EUC needs ClientApp"),
-        (LDAWA(weighting="examples"), lambda *_: reply(ONE, **{"num-examples": None}), "_by_key='num-examples'"),
+        (
+            LDAWA(weighting="examples"),
+            lambda *_: reply(ONE, **{"num-examples": None}),
+            "weighted_by_key='num-examples'",
+        ),
         (LDAWA(), lambda *_: {"a": ONE["a.weight"]}, "array a is not in the model"),
     ],
 )
@@ -78,7 +82,10 @@ def test_what_every_round_would_repeat_ends_the_run(strategy, train, reason):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: FedU(encoder="x", predictor="b"), "encoder='x' matches none of the 2 arrays of the model (a.weight"),
+        (
+            lambda: FedU(encoder="x", predictor="b"),
+            "encoder='x' matches none of the 2 arrays of the model (a.weight, b",
+        ),
         (lambda: LayerWise(stages=["a", "c"], rounds=2), "stages='c' matches none of the 2 arrays"),
         (lambda: LayerWise(stages=["a"], rounds=2), "stages= has 1; give 2 or more"),
         (lambda: LDAWA(local="a.w"), "local='a.w' matches none"),

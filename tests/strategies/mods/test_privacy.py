@@ -117,7 +117,10 @@ def test_a_run_tells_what_it_spent_and_repeats_itself(tmp_path):
     ("overrides", "reason"),
     [
         (["encoder.norm=batch"], "privacy=central leaves running statistics out, which the encoder needs"),
-        (["strategy=l_dawa"], "privacy=central needs a strategy that adds up the clients, but strategy=l_dawa"),
+        (
+            ["strategy=l_dawa"],
+            "privacy=central needs a strategy that adds up the clients, but strategy=l_dawa compares",
+        ),
         (["strategy=fedavg"], "privacy=central needs a strategy that adds up the clients"),
         (["strategy=median"], "privacy=central needs a strategy that adds up the clients"),
         (["method=orchestra"], "privacy=central does not cover the parts that Orchestra uploads"),
