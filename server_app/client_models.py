@@ -92,7 +92,7 @@ class ClientModels(Mapping[str, GlobalModel]):
             folder.mkdir(parents=True, exist_ok=True)
             file = round_file(folder, round, MODEL_SUFFIX)
             content = to_serializable(model)
-            atomic_write(file, lambda stream, content=content: torch.save(content, stream))  # type: ignore[misc]
+            atomic_write(file, lambda stream, content=content: torch.save(content, stream))  # type: ignore[misc]  # lambda with a default
             written[name] = file_part(self._folder, file)
             delete_old_rounds(folder, MODEL_SUFFIX, oldest_resumable=oldest_resumable)
         return ClientModels(self._folder, {**self._parts, **written}, check=self._check)

@@ -116,7 +116,8 @@ def test_choices_show_the_equations_of_their_docstrings(site: Path, group: str) 
 @pytest.mark.heavy
 def test_strategies_are_listed_with_what_they_exchange(site: Path) -> None:
     page = text(site / "settings/strategy.html")
-    assert "fedavg , fedprox encoder, projector encoder, projector num-examples train-loss , seconds nothing" in page
+    sent = "encoder, projector encoder, projector num-examples train-loss , seconds nothing"
+    assert f"fedavg , fednova , fedprox {sent}" in page
     for file in (ROOT / "conf/strategy").glob("*.yaml"):
         assert page.count(f" {file.stem} ") >= 2, file
 

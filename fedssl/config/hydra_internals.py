@@ -75,7 +75,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     def raise_error(message: str) -> NoReturn:
         raise InputError(f"{message}; `fedssl --hydra-help` lists all flags")
 
-    parser.error = raise_error  # type: ignore[method-assign]
+    parser.error = raise_error  # type: ignore[method-assign]  # see above
     namespace = parser.parse_intermixed_args(list(arguments))
     if namespace.experimental_rerun is not None:
         raise InputError(

@@ -40,7 +40,7 @@ def restored_process() -> Iterator[None]:
                 state = (list(logger.handlers), logger.level, logger.propagate, logger.disabled)
                 stack.callback(_restore_logger, logger, *state)
         os.environ.update(_environment | os.environ)
-        warnings.filters[:0] = [each for each in _filters if each not in warnings.filters]  # type: ignore[index]
+        warnings.filters[:0] = [each for each in _filters if each not in warnings.filters]  # type: ignore[index]  # a list
         yield
 
 

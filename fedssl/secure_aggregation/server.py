@@ -240,7 +240,7 @@ class _Round:
         publics = (values.get("pk1"), values.get("pk2"))
         try:
             for public in publics:
-                bytes_to_public_key(public)  # type: ignore[arg-type]
+                bytes_to_public_key(public)  # type: ignore[arg-type]  # its TypeError is expected
         except (TypeError, ValueError) as error:  # the keys of one client must not stop its neighbors
             raise _InvalidReply("it sent no public keys") from error
         if publics[0] == publics[1] or not self._keys.isdisjoint(publics):
@@ -251,7 +251,7 @@ class _Round:
                 f"it masks with {generator} but secure_aggregation.mask_generator={self._settings.mask_generator}"
             )
         self._keys |= set(publics)
-        self._publics[node] = publics  # type: ignore[assignment]
+        self._publics[node] = publics  # type: ignore[assignment]  # both are bytes, since they were read as keys
 
     def _read_ciphertexts(self, node: int, values: Mapping[str, Any]) -> None:
         receivers, texts = _lists(values, "dsts", int, "ctxts", bytes)

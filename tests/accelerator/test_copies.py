@@ -13,7 +13,7 @@ from server_app.models import load_each
 from tests.accelerator.device import recorded
 from tests.cases import some
 from tests.federation import Federation
-from tests.methods import CASES, MASKED, overrides_of
+from tests.methods import MASKED, METHODS, overrides_of
 
 CLIENTS, EPOCHS = 2, 2
 BASE = ["dataset=digits", f"num_clients={CLIENTS}", f"local_epochs={EPOCHS}", "batch_size=8"]  # 4 steps per epoch
@@ -57,7 +57,7 @@ def per_client(events: Counter) -> dict:
     return {key: number // CLIENTS for key, number in events.items()}
 
 
-@pytest.mark.parametrize("method", some(CASES, default=("simclr", "moco_v3", "ibot", "mae")))
+@pytest.mark.parametrize("method", some(METHODS, default=("simclr", "moco_v3", "ibot", "mae")))
 def test_parameters_cross_once_per_dtype_and_direction(accelerator, method, tmp_path):
     first, second = accelerator(events_of_rounds, str(tmp_path), [*overrides_of(method), "strategy=fedavg"]).result()
     masks = {("synchronize", "fedssl/methods/fedca.py:FedCA.start_round"): 1} if method == "fedca" else {}

@@ -17,7 +17,7 @@ from tests.cases import some
 from tests.methods import METHODS, overrides_of
 
 OF_A_RUN = 1000  # operators; data and copies are fewer
-BASE = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=90", "threads=1"]
+BASE = ["strategy=l_dawa", "num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=90", "threads=1"]
 BASE += ["batch_size=16", "evaluate_every=0", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
 VIT = ["encoder=vit_tiny", "encoder.patch=4", "encoder.width=16", "encoder.depth=2", "encoder.heads=2"]
 RGB = ["dataset.channels=3", "dataset.mean=[0.3,0.3,0.3]", "dataset.std=[0.4,0.4,0.4]"]

@@ -24,6 +24,13 @@ def test_holm_by_hand():
     assert holm({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
 
 
+def test_equal_differences_have_the_p_of_the_sign_test():
+    # All n signs are equal with probability 2 / 2^n under the null hypothesis.
+    assert [p_value([1.5] * n) for n in (2, 3, 6)] == [0.5, 0.25, 0.03125]
+    assert p_value([0.1 + 0.2, 0.3]) == 0.5  # equal up to rounding
+    assert p_value([0.0, 0.0]) == 1.0
+
+
 def test_interval_and_effect_by_hand():
     # 1, 2, 3: mean 2, deviation 1, and t with two degrees of freedom has F(t) = 1/2 + t / (2 sqrt(2 + t^2)) = 0.975 at
     # t = sqrt(2 * 0.95^2 / (1 - 0.95^2)) = 4.302653, so the half length is 4.302653 / sqrt(3) = 2.484138.
