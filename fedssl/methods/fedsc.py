@@ -100,14 +100,12 @@ class FedSC(ProjectorMethod):
         super().start_round(first=first)
         buffers = dict(self.named_buffers(recurse=False))
         mean, total, steps = buffers[MEAN], buffers[SUM], buffers[STEPS]
-        clients, others = float(buffers[CLIENTS]), mean
-        was_there = float(buffers[LAST]) == float(buffers[MEAN_ROUND]) and float(steps) > 0
-        if was_there and clients > 1:
-            others = (clients * mean - total / steps) / (clients - 1)
-        has_others = clients > was_there
+        clients = buffers[CLIENTS]
+        was_there = (buffers[LAST] == buffers[MEAN_ROUND]) & (steps > 0)  # without branches, for which a GPU would wait
+        without_own = (clients * mean - total / steps.clamp(min=1)) / (clients - 1).clamp(min=1)
+        self._others.copy_(torch.where(was_there & (clients > 1), without_own, mean))
         progress = (self.round - 1) / max(self.rounds - 1, 1)
-        self._alpha.fill_(1 - (1 - self.own_share) * progress if has_others else 1.0)
-        self._others.copy_(others)
+        self._alpha.copy_(torch.where(clients > was_there, 1 - (1 - self.own_share) * progress, 1.0))
         total.zero_()
         steps.zero_()
         buffers[LAST].fill_(self.round)

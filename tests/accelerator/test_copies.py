@@ -26,7 +26,7 @@ PARAMETERS = {("to_device", f"{TRANSFER}:copy_from_cpu"): 2}
 PARAMETERS |= {(name, f"{TRANSFER}:copy_to_cpu"): 2 for name in ("to_host", "synchronize")}
 PLAIN = {**PARAMETERS, ("to_device", DATA): 2 * EPOCHS, ("synchronize", TRAIN): 1}  # the loss
 WITH_MASKS = {**PLAIN, ("to_device", DATA): 3 * EPOCHS}  # masks are a third copy per epoch
-WITHOUT_INTEGERS = ("ijepa", "mae")  # no batch normalization, whose counter is int64
+WITHOUT_INTEGERS = ("ijepa", "mae", "mar")  # no batch normalization, whose counter is int64
 SETTINGS = {
     "stages": [*VIT, "schedule=layer_wise", "rounds=2", "method=moco_v3"],
     "clipped": ["clip_norm=0.1"],
@@ -67,7 +67,7 @@ def test_parameters_cross_once_per_dtype_and_direction(accelerator, method, tmp_
     per_step = {("to_device", DATA): (2 + 4) * EPOCHS} if method in ("distillation", "lejepa") else {}
     assert per_client(second) == usual | masks | per_step
     # The method's server side reads its untrained parts once.
-    server = {"distillation": 2, "fedca": 2, "orchestra": 2}.get(method, 0)
+    server = 2 if method in ("distillation", "fedca", "fedsc", "mar", "orchestra") else 0
     for key in PARAMETERS:
         assert first[key] == CLIENTS * usual[key] + (server if "to_cpu" in key[1] else 0)
 
