@@ -14,6 +14,7 @@ from rich.text import Text
 from fedssl.errors import InputError, sanitize
 from fedssl.evaluation.scores import Score
 from fedssl.runs.run import Run, read_run
+from server_app.console import duration
 
 REFRESH_PER_SECOND = 1
 MAX_ROWS = 20  # of the live table
@@ -57,7 +58,7 @@ class SweepProgress:
         parts = [f"{len(self._ended)} of {len(self._folders)} jobs ended", f"{self._failed} failed"]
         if self._done and len(self._ended) < len(self._folders):
             left = max(self._work - self._done, 0.0) * (time.monotonic() - self._start) / self._done
-            parts.append(f"about {left:.0f} s left")
+            parts.append(f"about {duration(left)} left")
         parts += [f"best {name} {score.text} (job {number})" for name, (score, number) in self._best.items()]
         return ", ".join(parts)
 

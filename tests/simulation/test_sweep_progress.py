@@ -44,7 +44,7 @@ def test_lines_of_ended_jobs(tmp_path, clock, capsys):
     progress.end(jobs[2], "no images", work=1)
     assert capsys.readouterr().out.splitlines() == [
         "[job 0] finished knn 50.0%",
-        "  1 of 4 jobs ended, 0 failed, about 90 s left, best knn 50.0% (job 0)",
+        "  1 of 4 jobs ended, 0 failed, about 2 min left, best knn 50.0% (job 0)",
         "[job 1] finished knn 75.0%",
         "  2 of 4 jobs ended, 0 failed, about 80 s left, best knn 75.0% (job 1)",
         "[job 2] failed: no images",
