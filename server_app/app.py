@@ -5,7 +5,6 @@ Flower's run config contains the overrides of the command line, see `overrides_o
 
 import logging
 import re
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -17,7 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedssl.atomic_files import new_run_folder
 from fedssl.config.literal import literal_values
 from fedssl.config.load import load_settings
-from fedssl.config.overrides import parse, quote_value
+from fedssl.config.overrides import parse, quote_value, split_words
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError
 from fedssl.logs import log
@@ -201,4 +200,4 @@ def overrides_of(run_config: RunConfig) -> list[str]:
         for key, value in run_config.items()
         if key in RUN_CONFIG_KEYS and value != ""
     ]
-    return literal_values([*flat, *shlex.split(str(run_config.get("overrides", "")))])
+    return literal_values([*flat, *split_words("overrides", str(run_config.get("overrides", "")))])

@@ -15,7 +15,7 @@ from fedssl.atomic_files import (
 )
 from fedssl.base_layers import layers_digest, save_base
 from fedssl.config.load import DEVICE_NUMBERS_FILE
-from fedssl.config.saved_run import BASE_FOLDER, INITIAL_ENCODER_FILE, read_settings, save_run
+from fedssl.config.saved_run import BASE_FOLDER, INITIAL_ENCODER_FILE, read_settings, resume_command, save_run
 from fedssl.config.settings import RecordingSettings
 from fedssl.errors import InputError
 from fedssl.locks import lock
@@ -215,7 +215,7 @@ def check_new(settings: RecordingSettings) -> None:
     if folder is not None and settings.resumed is None and (folder / "config.yaml").exists():
         raise InputError(
             f"output_dir={folder} contains a run already; choose another folder, "
-            f"or continue that run: fedssl resume={folder}"
+            f"or continue that run: {resume_command(folder)}"
         )
 
 

@@ -6,7 +6,6 @@ or sweep other values, such as a strategy with its own parameter. Swept values o
 ``hydra.sweeper.params``, where Hydra's sweeper reads them too; overrides on the command line replace them.
 """
 
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from omegaconf import OmegaConf
 from fedssl.config.compose import compose_unresolved, hydra_value, validate_names
 from fedssl.config.hydra_internals import expand_sweep
 from fedssl.config.literal import literal_values
-from fedssl.config.overrides import config_groups, key_and_group, parse
+from fedssl.config.overrides import config_groups, key_and_group, parse, split_words
 from fedssl.config.targets import SEARCHPATH_KEY, search_folders
 from fedssl.errors import InputError
 
@@ -61,7 +60,7 @@ def axes_of(overrides: Sequence[str], options: Mapping[str, Any]) -> dict[str, l
 
 
 def _with_value(overrides: Sequence[str], name: str, text: str) -> list[str]:
-    own = literal_values(shlex.split(text), sweep=True)
+    own = literal_values(split_words(f"sweep.axes.{name}", text), sweep=True)
     if not own or any("=" not in override for override in own):
         raise InputError(f"sweep.axes.{name} has {text!r}, which is not KEY=VALUE ...; correct it")
     combined = [*_not_in(overrides, own), *own]

@@ -4,7 +4,6 @@ The command line has Hydra's syntax. Exit status: 0 if all runs finished, 1 if a
 128 + the number of a signal, e.g. 130 after Ctrl-C.
 """
 
-import shlex
 import sys
 from collections.abc import Sequence
 
@@ -26,7 +25,6 @@ from simulation.sweep import (
     FOLDER_KEY,
     JobWave,
     check_job_folders,
-    check_options,
     finish_sweep,
     folder_to_resume,
     needs_hydra,
@@ -104,12 +102,12 @@ def _run_sweep(overrides: Sequence[str]) -> int:
         state = plan_jobs(folder, new, options)
         jobs = state.jobs_in(folder)
         pruning = pruning_of(state, jobs)
-        state.save(folder)
         waiting = waiting_jobs(jobs, retry=options.get("retry", False))
-        if resumed:
-            remove_incomplete(waiting)
         limit, address = options.get("jobs"), options.get("address")
         tasks = parallel_tasks(waiting, limit=limit, address=address, gpus=options.get("gpus", 1))
+        state.save(folder)
+        if resumed:
+            remove_incomplete(waiting)
         progress = SweepProgress([job.folder for job in waiting], metric=state.options.get("metric"))
         batches = successive_halving(jobs, waiting, pruning, progress) if pruning else [JobWave(waiting)]
         try:
@@ -118,8 +116,7 @@ def _run_sweep(overrides: Sequence[str]) -> int:
             else:
                 run_in_parallel(batches, tasks, progress, limit=limit, address=address)
         except KeyboardInterrupt as stop:
-            resume = shlex.quote(f"resume={folder}")
-            raise KeyboardInterrupt(f"; continue with: fedssl -m {resume}") from stop
+            raise KeyboardInterrupt(f"; continue with: {state.resume_command(folder)}") from stop
         return finish_sweep(folder, [job.folder for job in jobs], metric=state.options.get("metric"))
 
 
@@ -148,7 +145,10 @@ def _plan(flags: Sequence[str], overrides: Sequence[str], *, is_sweep: bool) -> 
 def _run_hydra_sweep(flags: Sequence[str], overrides: Sequence[str]) -> int:
     """Run a sweep by another sweeper or launcher of Hydra, and return its exit status."""
     options, overrides = split_options(overrides)
-    check_options(options, {"metric"}, instead="Hydra itself runs the jobs of this sweep: use its settings")
+    if unused := options.keys() - {"metric"}:
+        raise InputError(
+            f"sweep.{min(unused)} has no effect here; Hydra itself runs the jobs of this sweep: use its settings"
+        )
     check_job_folders(overrides)
     if folder_to_resume(overrides) is not None:
         raise InputError("a sweep of Hydra's sweepers and launchers cannot be resumed; leave out resume or these")

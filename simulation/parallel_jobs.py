@@ -45,12 +45,17 @@ def parallel_tasks(
     """
     if gpus > 1 and gpus != int(gpus):
         raise InputError(f"sweep.gpus={gpus} must be a share of at most 1, or a whole number of GPUs")
-    if limit == 1 or len(jobs) < 2 or os.name != "posix":
+    if not jobs or (address is None and (limit == 1 or len(jobs) < 2 or os.name != "posix")):
         return None
     tasks: dict[Path, JobTask] = {}
     for group in group_jobs(jobs):  # jobs that differ only in the seed need the same
         settings = group_settings(group)
         if settings is not None and settings.engine.name not in ("auto", "local"):  # it starts processes itself
+            if address is not None:
+                engine = settings.engine.name
+                raise InputError(
+                    f"sweep.address={address} runs jobs with engine=local only, not {engine}; leave it out"
+                )
             return None
         first = _task(group[0], settings, gpus=gpus)
         added = first.job.overrides[len(group[0].overrides) :]

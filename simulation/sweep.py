@@ -4,6 +4,7 @@ The folder of a sweep contains one run folder for each job, by number, and `STAT
 The outcome of a job is in the ``summary.json`` of its run. A sweep can therefore be resumed after any interruption.
 """
 
+import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from fedssl.config.compose import RESUMABLE_KEYS, hydra_value, validate_names
 from fedssl.config.literal import literal_values, user_path
 from fedssl.config.load import compose, load_settings
 from fedssl.config.overrides import by_key, key_and_group, parse, quote_value, to_text
-from fedssl.config.saved_run import check_saved_overrides
+from fedssl.config.saved_run import check_saved_overrides, points_outside
 from fedssl.config.settings import Settings
 from fedssl.config.targets import SEARCHPATH_KEY
 from fedssl.errors import InputError, RunError, sanitize
@@ -82,12 +83,6 @@ def split_plan(overrides: Sequence[str]) -> tuple[bool, list[str]]:
     return bool(values and values[-1]), [override for override in overrides if override not in texts]
 
 
-def check_options(options: Mapping[str, Any], allowed: Set[str], *, instead: str) -> None:
-    """Raise `InputError` if an option is set that would have no effect."""
-    for name in options.keys() - allowed:
-        raise InputError(f"sweep.{name} has no effect here; {instead}")
-
-
 def needs_hydra(flags: Sequence[str], overrides: Sequence[str]) -> bool:
     """Return whether Hydra itself must run a sweep: with its other flags, sweepers, launchers or settings."""
     keys = {override.key_or_group for override in parse(overrides)}
@@ -99,7 +94,8 @@ def new_sweep_folder(overrides: Sequence[str], *, create: bool = True) -> Path:
     """Return the folder of a new sweep, and create it unless only its name is needed; raises `InputError`."""
     folder = user_path(str(hydra_value(overrides, "sweep.dir"))).absolute()
     if (folder / STATE_FILE).exists():
-        raise InputError(f"{FOLDER_KEY}={folder} has a sweep; resume it with resume={folder}, or choose another folder")
+        word = shlex.quote(f"resume={folder}")
+        raise InputError(f"{FOLDER_KEY}={folder} has a sweep; resume it with {word}, or choose another folder")
     if create:
         make_output_folder(folder, FOLDER_KEY)
     return folder
@@ -163,6 +159,12 @@ class SweepState:
         """Return the jobs of the sweep in a folder."""
         return [Job(folder / name, tuple(job)) for name, job in self.jobs.items()]
 
+    def resume_command(self, folder: Path) -> str:
+        """Return the shell command that resumes the sweep in a folder, with what is accepted only from there."""
+        words = {word for job in self.jobs.values() for word in job if points_outside(word, folder / STATE_FILE)}
+        own = [word for word in self.overrides if word.partition("=")[0] in by_key(words)]
+        return shlex.join(["fedssl", "-m", *own, f"resume={folder}"])
+
     def save(self, folder: Path) -> None:
         """Write the file into the folder of the sweep."""
         options = [f"sweep.{name}={to_text(value)}" for name, value in self.options.items()]
@@ -215,10 +217,8 @@ def plan_jobs(folder: Path, overrides: Sequence[str], options: Mapping[str, Any]
 
 def _read_state(file: Path) -> SweepState:
     """Return the saved state of a sweep, empty if it is new; raises `InputError` if the file is damaged."""
-    saved: dict[Any, Any] = read_yaml(file, dict) or {"overrides": [], "jobs": {}}
-    overrides: Any = saved.get("overrides")
-    jobs: Any = saved.get("jobs")
-    options: Any = saved.get("options", [])
+    saved: Any = read_yaml(file, dict) or {"overrides": [], "jobs": {}}
+    overrides, jobs, options = saved.get("overrides"), saved.get("jobs"), saved.get("options", [])
     lists: list[Any] = [overrides, options, *jobs.values()] if isinstance(jobs, dict) else [None]
     if not all(isinstance(each, list) and all(isinstance(text, str) for text in each) for each in lists):
         raise corrupt_file_error(file, "it has no lists of overrides")

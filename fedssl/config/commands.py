@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from fedssl.command_line import run_command
 from fedssl.config.literal import literal_values, path_of
 from fedssl.config.overrides import did_you_mean, parse
+from fedssl.config.saved_run import resume_command
 from fedssl.config.targets import SEARCHPATH_KEY, expand_config_dir_flag
 from fedssl.errors import InputError, sanitize
 
@@ -108,9 +110,9 @@ def encoder_file(source: Path) -> Path:
     if not file.is_file():
         advice = "give the folder of a finished run"
         if (source / "config.yaml").is_file():
-            advice = f"finish the run with fedssl resume={source}"
+            advice = f"finish the run with {resume_command(source)}"
         several = sorted(file.parent.glob("encoder-*.pt"))
         if several:  # the run has several models
-            advice = f"the run has {len(several)} encoders; give one of them: encoder={several[0]}"
+            advice = f"the run has {len(several)} encoders; give one of them: {shlex.quote(f'encoder={several[0]}')}"
         raise InputError(f"{file} does not exist; {advice}")
     return file

@@ -6,6 +6,7 @@ The error for an unknown name or choice suggests the closest valid ones.
 import difflib
 import functools
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -61,6 +62,14 @@ def key_and_group(override: str) -> set[str]:
     """Return the key of an override, and its config group or first part."""
     key = override.partition("=")[0]
     return {key, key.split(".")[0]}
+
+
+def split_words(name: str, text: str) -> list[str]:
+    """Split the text of a setting into overrides, as a shell does; raise `InputError` for an open quote."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise InputError(f"{name} has {text!r}, which cannot be split into words ({error}); quote it fully") from error
 
 
 def quote_value(text: str) -> str:

@@ -52,7 +52,7 @@ def read_overrides(file: Path) -> list[str] | None:
 def check_saved_overrides(overrides: Sequence[str], file: Path) -> None:
     """Reject overrides of ``file``, except those that the user's command sets, that point outside its run folder."""
     for text in overrides:
-        if _escapes_run_folder(text, file):
+        if points_outside(text, file):
             raise InputError(
                 f"{file} contains {text}, which points outside the run folder and is accepted only from your "
                 "own command, because the folder may come from somebody else; if you trust it, add the override there "
@@ -69,23 +69,24 @@ def resume_overrides(folder: Path) -> list[str]:
     """Return the overrides that continue the user's own run, with settings that are accepted only from there."""
     file = folder / "overrides.yaml"
     try:
-        outside = [override for override in read_overrides(file) or () if _escapes_run_folder(override, file)]
+        outside = [override for override in read_overrides(file) or () if points_outside(override, file)]
     except InputError:  # the command reports the damaged file
         outside = []
     return [*outside, f"resume={quote_value(str(folder))}"]
 
 
-def _escapes_run_folder(text: str, file: Path) -> bool:
+def points_outside(text: str, file: Path) -> bool:
+    """Return whether an override of ``file`` points outside its run folder; `InputError` if it is invalid."""
     try:
         (override,) = parse([text])
         if override.is_sweep_override():
             raise ValueError(f"{text} has several values")
-        return _points_outside(override, override.value())
+        return _value_points_outside(override, override.value())
     except (InputError, ValueError, RecursionError) as error:
         raise corrupt_file_error(file, " ".join(sanitize(error).split())[:300]) from error
 
 
-def _points_outside(override: Override, value: Any) -> bool:
+def _value_points_outside(override: Override, value: Any) -> bool:
     key = override.key_or_group.partition("@")[0]
     if key in config_groups():
         return not isinstance(value, str | NoneType) or (key, value) == ("engine", "deployment")

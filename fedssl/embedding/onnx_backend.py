@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def graph_file(source: Path) -> Path:
     """Return the file of an export; `InputError` if there is none, or if it is older than the encoder."""
     encoder = source / "encoder.pt" if source.is_dir() else source
     file = source if source.suffix == ".onnx" else encoder.with_suffix(".onnx")
-    setting = f"run={source}" if source.is_dir() else f"encoder={encoder}"
+    setting = shlex.quote(f"run={source}" if source.is_dir() else f"encoder={encoder}")
     if not file.is_file():
         remedy = "correct the path" if file == source else f"make it with: fedssl-export {setting} format=onnx"
         raise InputError(f"{file} does not exist, which backend=onnx needs; {remedy}")

@@ -164,7 +164,8 @@ def _copy_encoder(file: Path, target: Path) -> str:
         target.write_bytes(file.read_bytes())
     except OSError as error:
         raise InputError(f"{target} cannot be written ({error.strerror}); choose another output=") from error
-    return f"\nthe newest is copied to {target}; `fedssl-export encoder={target}` converts it to other formats"
+    export = f"fedssl-export {shlex.quote(f'encoder={target}')}"
+    return f"\nthe newest is copied to {target}; `{export}` converts it to other formats"
 
 
 def quality(options: argparse.Namespace) -> int:

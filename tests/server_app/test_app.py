@@ -51,6 +51,8 @@ def test_flat_keys_are_settings():
     assert (settings.rounds, settings.seed, settings.algorithm.strategy.name) == (7, 0, "FedAvg")
     assert settings.partition.rule.values["alpha"] == 0.25
     assert settings.data.reader.values["path"] == "/my data/it's here"
+    with pytest.raises(InputError, match='overrides has "it\'s", which cannot be split into words'):
+        overrides_of({"overrides": "it's"})
 
 
 @pytest.mark.parametrize("key", some(RUN_CONFIG_KEYS, default=("dataset-path", "partition-alpha", "resume", "seed")))

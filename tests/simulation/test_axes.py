@@ -60,6 +60,7 @@ def test_a_resumed_sweep_adds_the_axes_left_out(tmp_path):
         ("sweep.without=[dat]", r"sweep.without=\[dat\] names no axis; choose from data, label_skew"),
         ("sweep.axes={clients:5}", "no list of overrides for clients; write e.g."),
         ('sweep.axes={clients:["5"]}', "sweep.axes.clients has '5', which is not KEY=VALUE"),
+        ('sweep.axes={clients:["partition=\'iid"]}', "sweep.axes.clients has .* cannot be split into words"),
         ('sweep.axes={clients:["clients=5"]}', "sweep.axes.clients: there is no setting 'clients'"),
     ],
 )

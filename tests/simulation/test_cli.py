@@ -1,5 +1,6 @@
 """The command ``fedssl``: its settings, and runs to resume."""
 
+import shlex
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +43,20 @@ def test_settings_outside_a_run_folder_are_repeated(choices, override, tmp_path,
     status, error = command(override, "rouns=5")
     assert (status, not ran) == (2, True)
     assert error.startswith("fedssl: there is no setting 'rouns'; did you mean rounds;")
+
+
+def test_the_command_that_continues_a_run_can_be_typed(tmp_path, monkeypatch, capsys):
+    def command(*words):
+        monkeypatch.setattr("sys.argv", ["fedssl", *words])
+        return cli.main(), capsys.readouterr().err
+
+    folder = tmp_path / "it's, a {run}"
+    words = [*QUICK, "rounds=1", "engine=local", f"output_dir={folder}"]
+    assert command(*words)[0] == 0
+    status, error = command(*words)
+    assert status == 2
+    name, *remedy = shlex.split(error.partition("continue that run: ")[2])
+    assert (name, command(*remedy)) == ("fedssl", (0, ""))
 
 
 def test_a_missing_split_is_refused_before_the_run_folder(tmp_path, monkeypatch, capsys):

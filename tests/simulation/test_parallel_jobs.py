@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fedssl.errors import InputError
+from simulation.cli import _run_sweep
 from simulation.parallel_jobs import JOB_BYTES, JobTask, parallel_tasks, reservation
 from simulation.sweep import Job
 from tests.simulation.test_sweep import QUICK, plan_jobs
@@ -67,7 +68,17 @@ def test_no_more_is_reserved_than_the_largest_host_has(tmp_path):
 
 def test_a_share_of_several_gpus_is_one_sentence(tmp_path):
     with pytest.raises(InputError, match=r"sweep.gpus=1.5 must be a share of at most 1, or a whole number of GPUs"):
-        parallel_tasks(plan_jobs(tmp_path, ["seed=0,1"]), limit=None, address=None, gpus=1.5)
+        _run_sweep(["seed=0,1", "sweep.gpus=1.5", f"hydra.sweep.dir={tmp_path / 'sweep'}"])
+    assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.parametrize(("seeds", "limit"), [("0", None), ("0,1", 1)])
+def test_a_cluster_runs_also_one_job_at_a_time(tmp_path, seeds, limit):
+    jobs = plan_jobs(tmp_path, [*QUICK, f"seed={seeds}"])
+    assert len(parallel_tasks(jobs, limit=limit, address="auto")) == len(jobs)
+    ray_jobs = plan_jobs(tmp_path / "ray", [*QUICK, "engine=ray"])
+    with pytest.raises(InputError, match="sweep.address=auto runs jobs with engine=local only, not ray; leave it out"):
+        parallel_tasks(ray_jobs, limit=limit, address="auto")
 
 
 def test_an_invalid_job_fails_by_itself(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import time
 import pytest
 import yaml
 
+from fedssl.config.literal import literal_values
+from fedssl.config.targets import searchpath_override
 from fedssl.errors import InputError
 from fedssl.runs.run import acquire_lock, is_locked
 from simulation.pruning import check_metric
@@ -291,9 +294,10 @@ def test_a_sequential_sweep_stops_with_the_command_that_resumes_it(tmp_path, mon
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "run", stop)
-    with pytest.raises(KeyboardInterrupt, match="; continue with: fedssl -m resume=.*sweep"):
-        cli._run_sweep([*QUICK, "seed=0,1", "hydra.sweep.dir=sweep", "sweep.jobs=1"])
-    assert yaml.safe_load((tmp_path / "sweep" / STATE_FILE).read_text())["jobs"].keys() == {"0", "1"}
+    with pytest.raises(KeyboardInterrupt, match="; continue with: fedssl -m 'hydra") as stopped:
+        cli._run_sweep([searchpath_override([tmp_path]), *QUICK, "seed=0,1", "hydra.sweep.dir='a, b'", "sweep.jobs=1"])
+    assert yaml.safe_load((tmp_path / "a, b" / STATE_FILE).read_text())["jobs"].keys() == {"0", "1"}
     monkeypatch.setattr(cli, "run", run)
-    assert cli._run_sweep(["resume=sweep", "sweep.jobs=1"]) == 0
-    assert len(encoders(tmp_path / "sweep")) == 2
+    command = shlex.split(str(stopped.value).partition("continue with: ")[2])
+    assert cli._run_sweep([*literal_values(command[2:], sweep=True), "sweep.jobs=1"]) == 0
+    assert len(encoders(tmp_path / "a, b")) == 2
