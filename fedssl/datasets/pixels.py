@@ -1,7 +1,7 @@
 """Conversion of an image of Pillow, of any mode, to pixels in the data set's channels and size."""
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image
 from PIL.ImageFile import ImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.PpmImagePlugin import PpmImageFile
@@ -19,6 +19,15 @@ FILE_WINDOW, BIT_RANGE, WHITE_IS_ZERO, RASTER, MODALITY = "window", "range", "wh
 FILE_BITS = "bits"  # key of AVIF and HEIC
 _MAXIMUM = 2**16 - 1  # of PGM
 _MODES = ("L", "LA", "RGB", "RGBA", "CMYK")  # with one byte per channel
+_TURNS = {  # by EXIF orientation
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 def to_array(image: Image.Image | Raster, settings: PixelSettings) -> np.ndarray:
@@ -112,12 +121,20 @@ def _scale_transparent(image: Image.Image) -> None:
         image.info["transparency"] *= scales.get(str(image.tile[0].args), 1)
 
 
+def orientation_of(image: Image.Image) -> int:
+    """Return the EXIF orientation; 1 if there is none, if it is unknown, or if EXIF is damaged."""
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # damaged EXIF can raise any exception, and the pixels are intact
+        return 1
+    return int(orientation) if orientation in _TURNS else 1
+
+
 def _upright(image: Image.Image) -> Image.Image:
-    """Load an image and turn it by its EXIF orientation."""
+    """Load an image and turn it by its EXIF orientation, without writing EXIF as Pillow's own function does."""
     image.load()
-    if image.getexif().get(ExifTags.Base.Orientation, 1) == 1:  # also of TIFF, which Pillow has turned
-        return image
-    return ImageOps.exif_transpose(image)
+    turn = _TURNS.get(orientation_of(image))  # none of TIFF, which Pillow has turned
+    return image if turn is None else image.transpose(turn)
 
 
 def _states_maximum(image: Image.Image) -> bool:

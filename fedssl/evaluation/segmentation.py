@@ -24,13 +24,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import ExifTags, Image
+from PIL import Image
 from torch import Tensor, nn
 
 from fedssl.config.literal import user_path
 from fedssl.datasets.decoding import Decoding, Encoded, open_source, unreadable_reason
 from fedssl.datasets.geometry import center_square
 from fedssl.datasets.image_index import ImageIndex
+from fedssl.datasets.pixels import orientation_of
 from fedssl.datasets.raster import Raster
 from fedssl.encoders.base import Encoder
 from fedssl.encoders.tokens import TokenEncoder
@@ -139,8 +140,7 @@ def _displayed_size(source: Encoded, decoding: Decoding) -> tuple[int, int]:
     with open_source(source, decoding) as (_, page):
         if isinstance(page, Raster):
             return page.shape[1], page.shape[0]
-        turned = page.getexif().get(ExifTags.Base.Orientation, 1) >= _TRANSPOSED
-        return (page.height, page.width) if turned else page.size
+        return (page.height, page.width) if orientation_of(page) >= _TRANSPOSED else page.size
 
 
 class FeatureMap(nn.Module):
