@@ -42,6 +42,10 @@ ENVIRONMENT = {
 }
 
 
+class RayNotStartedError(RunError):
+    """A private Ray did not start: it waits half a minute for its processes, which a busy machine delays."""
+
+
 @contextmanager
 def ray_session(
     *, gpus: int | None, address: str | None = None, setting: str = "engine.address", log_to_driver: bool = True
@@ -98,7 +102,7 @@ def _start(ray: ModuleType, sandbox: ProcessSandbox, *, gpus: int | None, log_to
                 f"the folder {sandbox.path.parent} is too long for the sockets of Ray; set RAY_TMPDIR to a shorter "
                 "one, e.g. RAY_TMPDIR=/tmp, or use engine=local"
             ) from error
-        raise RunError(f"Ray could not be started: {error}; use engine=local") from error
+        raise RayNotStartedError(f"Ray could not be started: {error}; use engine=local") from error
 
 
 def _join(ray: ModuleType, address: str, *, setting: str, log_to_driver: bool) -> None:

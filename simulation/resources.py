@@ -106,7 +106,10 @@ def check_local_cuda(settings: Settings) -> None:
     """Raise `InputError` if clients need a feature of CUDA that their device on this machine lacks."""
     from fedssl.machine.devices import check_cuda_features, select_device
 
-    on_cpus = settings.engine.name == "ray" and settings.engine.client_gpus == 0
+    engine = settings.engine.name
+    if engine == "auto" and (choice := choose_on_gpus(settings)):
+        engine = choice.engine
+    on_cpus = engine == "ray" and settings.engine.client_gpus == 0
     check_cuda_features(settings.training, select_device("cpu" if on_cpus else settings.machine.device))
 
 

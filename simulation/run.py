@@ -139,13 +139,19 @@ def _build(settings: Settings) -> BuiltRun:
 
 def _run_here(run: BuiltRun) -> None:
     if run.engine.engine == "ray":
-        from simulation.ray_grid import run_ray
+        from simulation.ray_grid import run_ray  # slow imports
+        from simulation.ray_session import RayNotStartedError
 
-        run_ray(run.components, run.machine, concurrency=run.engine.concurrency, records=run.records)
-    else:
-        from simulation.grid import run_local
+        try:
+            run_ray(run.components, run.machine, concurrency=run.engine.concurrency, records=run.records)
+            return
+        except RayNotStartedError as error:
+            if run.components.settings.engine.name != "auto":
+                raise
+            print(f"engine=local: Ray could not be started ({error.__cause__})", flush=True)
+    from simulation.grid import run_local
 
-        run_local(run.components, run.records)
+    run_local(run.components, run.records)
 
 
 def _is_remote_resume(overrides: Sequence[str]) -> bool:

@@ -48,7 +48,7 @@ class Tracker(Protocol):
         """Log the metrics of a round."""
 
     def end(self, status: str, *, round: int, final: Mapping[str, float]) -> None:
-        """Log the final results of a run that is ``finished``, ``failed`` or ``interrupted`` after this round."""
+        """Log the final results of a run that is finished, failed, interrupted or paused after this round."""
 
 
 class NullTracker(Tracker):

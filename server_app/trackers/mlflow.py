@@ -10,7 +10,7 @@ RUN_ID = "fedssl.run_id"  # tag that identifies the run after a resume
 
 _LONGEST = 6000  # maximum characters of a parameter's value
 _AT_ONCE = 100  # parameters per request
-_ENDED = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+_ENDED = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED", "paused": "SCHEDULED"}
 
 
 class MLflow:

@@ -52,4 +52,4 @@ class WandB:
 
     def end(self, status: str, *, round: int, final: Mapping[str, float]) -> None:
         self._run.summary.update({**final, "status": status, "rounds": round})
-        self._run.finish(exit_code=0 if status == "finished" else 1)
+        self._run.finish(exit_code=0 if status in ("finished", "paused") else 1)

@@ -27,16 +27,18 @@ FINAL = {"final/federated/knn": 0.9, "final/pixels/knn": 0.4}
 
 
 def track(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> str:
-    """A run that is stopped after two rounds, resumed after the first, and ended after the third; returns its id."""
+    """A run that is stopped after two rounds, resumed after the first, paused after the third and ended; its id."""
     folder.mkdir(exist_ok=True)
     overrides = [f"tracker={name}", f"output_dir={folder}", "run_id=r12"]
-    for done, rounds, more in ((0, (1, 2), []), (1, (2, 3), ["rounds=40"])):
+    stopped, paused = {"status": "interrupted", "rounds": 2}, {"status": "paused", "rounds": 3}
+    starts = ((0, (1, 2), [], stopped), (1, (2, 3), ["rounds=40"], paused), (3, (), ["rounds=40"], SUMMARY))
+    for done, rounds, more, summary in starts:
         settings = compose([*overrides, *more]).recording
         tracking = SafeTracker(settings)
         tracking.begin(settings, done=done)
         for round in rounds:
             tracking.round({**LINE, "round": round, "loss": 2.5 + round})
-        tracking.end(SUMMARY if done else {"status": "interrupted", "rounds": 2})
+        tracking.end(summary)
     reject_symlinks(folder)  # they would be refused when it is resumed
     assert "the tracker failed" not in caplog.text
     return settings.run_id

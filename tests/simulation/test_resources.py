@@ -16,6 +16,7 @@ from simulation.resources import (
     EngineChoice,
     Host,
     auto_engine,
+    check_local_cuda,
     clients_of_gpus,
     fit_clients,
     number_of_steps,
@@ -233,6 +234,15 @@ def test_several_gpus_are_used(monkeypatch, gpus, overrides, expected):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
     assert auto_engine(compose([*WORDS, *overrides])).engine == expected
+
+
+def test_clients_that_ray_trains_on_cpus_have_no_cuda(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    words = [*WORDS, "gpu_augmentation=triton"]
+    check_local_cuda(compose(words))
+    with pytest.raises(InputError, match="gpu_augmentation=triton needs device=cuda but the device is cpu"):
+        check_local_cuda(compose([*words, "engine.client_gpus=0"]))
 
 
 def test_clients_on_ray_are_not_all_on_one_gpu():

@@ -8,8 +8,11 @@ import simulation.run
 from fedssl.config import load
 from fedssl.errors import InputError
 from simulation import grid, ray_grid
+from simulation.ray_session import RayNotStartedError
+from simulation.resources import EngineChoice
 from simulation.run import run
 from tests.devices import write_images
+from tests.runs import read_summary
 
 QUICK = ["num_clients=3", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
 QUICK += ["evaluate_every=0", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
@@ -70,6 +73,20 @@ def test_what_needs_cuda_is_rejected_before_the_start(tmp_path, nothing_starts, 
     with pytest.raises(InputError, match=f"{setting} needs device=cuda but the device is cpu"):
         run(overrides)
     assert not (tmp_path / "run").exists()
+
+
+def test_without_ray_the_engine_auto_is_local(tmp_path, monkeypatch, capsys):
+    def fail(**given):
+        raise RayNotStartedError("Ray could not be started: no answer; use engine=local") from OSError("no answer")
+
+    monkeypatch.setattr(simulation.run, "choose_on_cpus", lambda settings: EngineChoice("ray", 2, "a test"))
+    monkeypatch.setattr(ray_grid, "ray_session", fail)
+    words = [*QUICK, "rounds=1", "device=cpu"]
+    folder = run([*words, f"output_dir={tmp_path / 'auto'}"])
+    assert (read_summary(folder)["status"], (folder / "encoder.pt").exists()) == ("finished", True)
+    assert "\nengine=local: Ray could not be started (no answer)\n" in capsys.readouterr().out
+    with pytest.raises(RayNotStartedError, match="no answer; use engine=local"):
+        run([*words, "engine=ray", f"output_dir={tmp_path / 'ray'}"])
 
 
 def test_a_new_process_checks_what_clients_exchange(tmp_path, monkeypatch, nothing_starts):

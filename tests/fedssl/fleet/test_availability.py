@@ -40,6 +40,7 @@ def test_the_usage_of_24_hours_is_counted(tmp_path):
     assert read_usage(folder, at(23)) == Usage(rounds=2, bytes=350, largest_message=300)
     assert read_usage(folder, at(1, 1, day=26)) == Usage(rounds=1, bytes=350, largest_message=300)
     assert read_usage(folder, at(5, 30, day=26)) == Usage(rounds=0, bytes=50, largest_message=50)
+    assert read_usage(folder, at(0, day=23)) == Usage()  # the clock was wrong before
     add_usage(folder, at(6, day=26), rounds=1)  # removes older entries
     assert len(json.loads((folder / USAGE_FILE).read_text())) == 1
     (folder / USAGE_FILE).write_text("damaged")
