@@ -105,7 +105,8 @@ class FedCA(ProjectorMethod):
             self.teacher = teacher
             self.broadcast_parts, self.static_parts = (*self.broadcast_parts, TEACHER), (TEACHER,)
         self._negatives: Tensor | None = None
-        self._filled = 0
+        self._filled: Tensor  # number of rows; a buffer, because SAM's second pass must find it as the first one did
+        self.register_buffer("_filled", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def loss(self, views: Views) -> Tensor:
         both = torch.cat(views.images)
@@ -123,15 +124,19 @@ class FedCA(ProjectorMethod):
     @torch.no_grad()
     def store_projections(self, projections: Tensor) -> None:
         """Normalize projections ``(batch, dim)`` and store them in the free rows of the local dictionary."""
-        free = self.local_dictionary[self._filled :]
-        rows = F.normalize(projections[: len(free)].to(free.dtype), dim=1)
-        free[: len(rows)] = rows
+        dictionary = self.local_dictionary
+        rows = F.normalize(projections.to(dictionary.dtype), dim=1)
+        numbers = (
+            torch.arange(len(dictionary), device=rows.device) - self._filled
+        )  # of the rows, from the first free one
+        is_new = (numbers >= 0) & (numbers < len(rows))
+        dictionary.copy_(torch.where(is_new[:, None], rows[numbers.clamp(0, len(rows) - 1)], dictionary))
         self._filled += len(rows)
 
     def start_round(self, *, first: bool) -> None:
         if self.uploaded_parts:
             self.local_dictionary.zero_()
-            self._filled = 0
+            self._filled.zero_()
             # Once per round, because boolean indexing synchronizes with the device.
             self._negatives = self.dictionary[self.dictionary.any(dim=1)]
 

@@ -14,6 +14,7 @@ from fedssl.methods.fedca import FedCA, enqueue
 from fedssl.methods.heads import MLP
 from fedssl.methods.simclr import SimCLR
 from fedssl.model_arrays import copy_layers, exchanged_names, names_in_parts
+from fedssl.optimizers.sam import SAM
 from fedssl.views import Views
 from fedssl.wire.records import arrays_to_record
 from server_app.messaging import receive
@@ -108,6 +109,22 @@ def test_a_client_sends_its_first_projections():
     method.loss(Views.of(view1, view2))
     z1, _ = method.projector(method.encoder(torch.cat((view1, view2)))).chunk(2)
     torch.testing.assert_close(method.local_dictionary, torch.nn.functional.normalize(z1[:5], dim=1))
+
+
+def test_both_passes_of_sam_send_the_same_rows():
+    view1, view2 = views()
+    method = make_method(sent_per_round=2 * len(view1), dictionary_capacity=2 * len(view1))
+    optimizer = SAM(method.parameters(), lr=0.1, rho=0.5)
+
+    def backward():
+        loss = method.loss(Views.of(view1, view2))
+        loss.backward()
+        return loss.detach()
+
+    for _ in range(2):
+        optimizer.compute_gradient(backward, list(method.buffers()))
+    assert torch.equal(*method.local_dictionary.chunk(2))  # the weights are the same without a step
+    assert method.local_dictionary.any(dim=1).all()
 
 
 def test_parts():
