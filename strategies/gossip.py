@@ -28,6 +28,7 @@ from fedssl.rules import Problem
 from fedssl.wire.messages import ClientUpdate
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.local_only import shared_training_problem
+from strategies.low_rank_aggregation import CHANGING_WEIGHTS, low_rank_aggregation
 from strategies.run_context import RunContext
 from strategies.topology import MAX_CLIENTS, make_graph, metropolis_weights, plot_topology
 from strategies.types import GLOBAL, Aggregator, CommunicationSummary, RoundOutcome, ServerState
@@ -121,6 +122,12 @@ class GossipServer(ServerStrategy):
             return (
                 "strategy=gossip is for simulations: the graph is over all clients, and which devices there will be is "
                 "not known; set another strategy, or strategy.topology=star"
+            )
+        aggregation = low_rank_aggregation(context.settings)
+        if aggregation in CHANGING_WEIGHTS and not self._star:
+            return (
+                f"tuning.aggregation={aggregation} adds products to a weight that clients share, and with "
+                "strategy=gossip each client has its own; set tuning.aggregation=svd, factors or freeze_a"
             )
         return None
 

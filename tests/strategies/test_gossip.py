@@ -128,6 +128,7 @@ def test_a_run_and_its_figure(tmp_path):
         (["strategy.degree=3"], "strategy.degree=3 is for strategy.topology=random_regular, and it is ring"),
         (["calibration=auxiliary"], "calibration=auxiliary works on a model that clients share"),
         (["server_optimizer=fedadam"], "server_optimizer works on a model that clients share"),
+        (["tuning=lora", "tuning.rank=2", "tuning.aggregation=exact"], "with strategy=gossip each client has its own"),
         (
             ["secure_aggregation=secagg_plus", "secure_aggregation.dropout_fraction=0"],
             "secure_aggregation=secagg_plus needs clients that all send and receive",
