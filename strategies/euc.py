@@ -208,11 +208,22 @@ class EUCServer(ServerStrategy):
         return {"intervals": intervals_now, "averaged": averaged}, strategy_metrics
 
     def problem(self, context: RunContext) -> Problem:
-        if self.interval > 1 and context.settings.clients_per_round < 2:
+        settings = context.settings
+        if self.interval > 1 and settings.clients_per_round < 2:
             return (
                 "strategy=euc compares the clients of a round but "
-                f"clients_per_round={context.settings.clients_per_round}; 2 or more are needed"
+                f"clients_per_round={settings.clients_per_round}; 2 or more are needed"
             )
+        for given, setting in (
+            (settings.aggregation.buffered, "aggregation.buffered=true"),
+            (settings.privacy is not None, "privacy=central"),
+            (settings.secure_aggregation is not None, "secure_aggregation=secagg_plus"),
+        ):
+            if given and self.interval > 1:
+                return (
+                    f"{setting} needs the whole model of every client, of which strategy=euc averages parts every "
+                    f"{self.interval} rounds; leave it out, or set strategy=fedavg"
+                )
         return None
 
     def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:

@@ -316,3 +316,9 @@ def test_settings_are_refused_with_the_reason():
         check_rules([EUC().problem], run_context(Toy(), num_clients=10, clients_per_round=1))
     check_rules([EUC(interval=1).problem], run_context(Toy(), num_clients=10, clients_per_round=1))
     check_rules([EUC().problem], run_context(Toy(), num_clients=10, clients_per_round=2))
+
+
+@pytest.mark.parametrize("setting", ["aggregation.buffered=true", "privacy=central", "secure_aggregation=secagg_plus"])
+def test_what_needs_the_whole_model_is_refused_before_the_start(tmp_path, setting):
+    with pytest.raises(InputError, match=f"^{setting} needs the whole model of every client, of which strategy=euc"):
+        Federation(tmp_path, "strategy=euc", "num_clients=20", setting)
