@@ -88,7 +88,7 @@ class Calibration(Mod):
 
     def _trained(self, model: GlobalModel, round: int) -> GlobalModel:
         with set_active_stages(self._method, depth=phase_at(self._context.phases, round).depth):
-            load_layers(self._method, model.layers)
+            load_layers(self._method, model.layers | model.broadcast)
             self._method.round = round
             self._method.start_round(first=True)
             seed_path = (self._seed, "calibrate", round)
