@@ -48,13 +48,15 @@ def for_clients(arrays: Layers, *, before: int, now: int) -> Layers:
 
 
 def needs_fresh_clients(context: RunContext, *, strategy: str) -> Problem:
-    """Refuse late or dropped updates and removed states, whose corrections the server and clients would count apart."""
+    """Refuse late, dropped or repeated updates, and removed states: server and clients would count them differently."""
     settings, accepted = context.settings, context.settings.aggregation
-    extra, deadline = accepted.over_selection, accepted.round_deadline
+    extra, deadline, retries = accepted.over_selection, accepted.round_deadline, accepted.max_retries
     for given, setting, remedy in (
         (accepted.buffered, "aggregation.buffered=true", "aggregation.buffered=false"),
         (extra, f"aggregation.over_selection={extra}", "aggregation.over_selection=0"),
         (deadline is not None, f"aggregation.round_deadline={deadline}", "aggregation.round_deadline=null"),
+        # Clients of an attempt that is repeated have saved their corrections.
+        (retries and accepted.min_updates > 1, f"aggregation.max_retries={retries}", "aggregation.max_retries=0"),
         (accepted.max_norm_ratio is not None, "aggregation.max_norm_ratio", "aggregation.max_norm_ratio=null"),
         (settings.recording.max_state_bytes is not None, "client_state.max_bytes", "client_state.max_bytes=null"),
     ):
