@@ -26,7 +26,6 @@ from fedssl.model_arrays import (
     check_loaded,
     copy_layers,
     exchanged_names,
-    load_layers,
     local_names,
     names_in_parts,
     read_layers,
@@ -184,11 +183,12 @@ class ClientWorker:
             selected = self._select_model(round)
             if plan.candidate_arrays and request.adaptation_epochs and strategy.selects_by_state:
                 start_layers = strategy.load_start(method, selected.plan, selected.state)
+                seed_torch(derive_seed(*seed_path, "first"), self.device)
                 self._train(selected, training, torch_generator(*seed_path, "first"))
                 state = strategy.state_to_save(method, selected.plan, start=start_layers, state=selected.state)
                 selected = self._select_model(replace(round, state=state))
             seed_torch(derive_seed(*seed_path), self.device)
-            load_layers(method, strategy.personalized_model(method, selected.plan, selected.state))
+            strategy.personalized_model(method, selected.plan, selected.state)
             if request.after_adaptation:
                 self._train(selected, training, torch_generator(*seed_path))
             names = [

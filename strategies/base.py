@@ -223,12 +223,9 @@ class ClientStrategy:
         """
         return {}
 
-    def personalized_model(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> Layers:
-        """Load the model that the client would use for inference, and return its layers.
-
-        It is built from the downloaded layers and the saved state. The method prepares all other layers.
-        """
-        return self.load_start(method, plan, state)
+    def personalized_model(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> None:
+        """Load the model that the client would use for inference, from the downloaded layers and the saved state."""
+        self.load_start(method, plan, state)
 
     def layers_to_upload(self, method: SSLMethod, plan: TrainPlan) -> Layers:
         """Return the layers to upload. They may be moved out of the method."""

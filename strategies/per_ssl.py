@@ -88,11 +88,11 @@ class PersonalClient(ClientStrategy):
                 method.named_tensors[name].copy_(value)
         return personal
 
-    def personalized_model(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> Layers:
+    def personalized_model(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> None:
         mine = {*exchanged_names(method), *local_names(method)}  # without parts of earlier stages
         keys = {PERSONAL + name: name for name in mine}
         personal = {keys[key]: value.numpy() for key, value in (state or {}).items() if key in keys}
-        return load_and_start_round(method, plan.layers | personal)
+        load_and_start_round(method, plan.layers | personal)
 
 
 class PerSSL(FedSSLStrategy):

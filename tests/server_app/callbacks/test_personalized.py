@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from client_app import worker
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
+from fedssl.seeding import derive_seed
 from fedssl.wire.messages import PersonalizedModelRequest
 from server_app.callbacks.personalized import (
     PARTICIPANTS,
@@ -85,6 +87,34 @@ def test_a_newcomer_among_clusters_chooses_by_what_it_learns_first(tmp_path, mon
     assert learned == [False, True]
     model = federation.state.models.get(name, federation.components.context.initial_model())
     assert equal(layers, model.layers)
+
+
+def test_a_newcomer_adapts_as_clients_train(tmp_path, monkeypatch):
+    """From seeds of its own, and here from a target network that is a copy of the online one."""
+    federation = Federation(tmp_path, "strategy=featarc", "method=byol", "method.target_init=reset", *NEW)
+    federation.run(2)
+    starts, train = [], worker.ClientWorker._train
+
+    def observed(self, *args):
+        method = self.method
+        target = all(
+            map(torch.equal, method.encoder.state_dict().values(), method.target_encoder.state_dict().values())
+        )
+        starts.append((torch.initial_seed(), target))
+        return train(self, *args)
+
+    monkeypatch.setattr(worker.ClientWorker, "_train", observed)
+    adapt = PersonalizedModelRequest(adaptation_epochs=1, after_adaptation=True)
+    encoders(federation, [0], adapt)
+    encoders(federation, [3], adapt)
+    path = (federation.settings.seed, "own", 3)
+    expected = [
+        derive_seed(*path, 0, "first"),
+        derive_seed(*path, 0),
+        derive_seed(*path, 3, "first"),
+        derive_seed(*path, 3),
+    ]
+    assert starts == [(seed, True) for seed in expected]
 
 
 def test_in_the_run_folder(tmp_path):
