@@ -8,9 +8,10 @@ A client uploads R, the mean over the batches of its round, and the server sends
 round, from which a client of that round subtracts its own. With ``strategy=gossip`` it is the mean over the client and
 its neighbors, of the last round of the client. Differences from the authors' code: they compute R in a
 separate pass over all images before a round, also for clients that have not trained lately, and optionally add noise.
-Here it costs no pass, and is that of the model during the client's training. If the server drops an update, or gets it
-after the round (``aggregation.buffered=true``), its client subtracts a matrix that the mean lacks. R reveals second
-moments of projections.
+Here it costs no pass, and is that of the model during the client's training. If the server drops an update, repeats the
+round, or gets it after the round (``aggregation.buffered=true``), its client subtracts a matrix that the mean lacks.
+With ``strategy=per_ssl`` the personalized model subtracts its own matrix from the mean, which has that of the shared
+model. R reveals second moments of projections.
 """
 
 from collections.abc import Callable, Sequence

@@ -119,7 +119,7 @@ def split_rounds(rounds: int, stages: int, shares: str | Sequence[int]) -> list[
     R_s = 1 + E_s - E_{s-1}
     $$
 
-    with $a_j$ = 1 ("uniform"), j ("left_skewed") or S + 1 - j ("right_skewed").
+    with $a_j$ = 1 ("uniform") or j ("left_skewed"). "right_skewed" has the numbers of "left_skewed" in reverse.
     """
     if isinstance(shares, str):
         if shares not in SHARES:
