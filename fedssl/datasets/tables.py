@@ -82,11 +82,17 @@ def row_values(files: Sequence[Path], column: str, rows: np.ndarray) -> list[Any
 
 
 def named_files(file: Path, column: str) -> list[Path | None] | None:
-    """Return the files that a column of text names, None for empty rows; None for another column."""
+    """Return the files that a column names, None for empty rows; None for a column of another type.
+
+    It is a column of text, or one of numbers in a file that people write: 7 is the name of 7.png.
+    """
     schema = schema_of(file, column)
-    if column not in schema.names or not is_text(_value_type(schema.field(column).type)):
+    if column not in schema.names:
         return None
-    values = column_of(file, column).to_pylist()
+    kind = _value_type(schema.field(column).type)
+    if not is_text(kind) and not (pa.types.is_integer(kind) and file.suffix.lower() in MANIFEST_SUFFIXES):
+        return None
+    values = ("" if value is None else str(value) for value in column_of(file, column).to_pylist())
     return [named_file(value, file.parent) if value else None for value in values]
 
 

@@ -54,6 +54,17 @@ def test_files_as_people_write_them(images: Path, text: str | bytes) -> None:
     assert (data.classes, data.labels.tolist()) == (("cat", "dog"), [0, 1])
 
 
+def test_names_without_ending_may_be_numbers(images: Path) -> None:
+    for file in (images / "my images").iterdir():
+        file.rename(images / file.name)
+    for column in ("image", "id"):
+        data = read(images, f"{column},label\n1,cat\n0,dog\n,cat\n", image=column, skip_missing=True)
+        assert (first_pixels(data.images), data.labels.tolist()) == ([10, 0], [0, 1])
+    assert first_pixels(read(images, "image,label\n2,cat\n").images) == [20]
+    (images / "list.jsonl").write_text('{"id": 1, "label": "cat"}\n{"id": 0, "label": "dog"}')
+    assert first_pixels(read(images, "", path=str(images / "list.jsonl"), image="id").images) == [10, 0]
+
+
 def test_lines_of_json_as_datasets_reads_them(images: Path) -> None:
     lines = ['{"file_name": "my images/1.png", "label": "cat"}', '{"file_name": "my images/2.png", "label": "dog"}']
     lines[0] = lines[0].replace("{", '{"outline": "' + 2**20 * "x" + '", ')  # longer than a block of pyarrow
