@@ -54,13 +54,16 @@ class Plane:
 def principal_plane(models: np.ndarray) -> Plane:
     """Return the plane through the last of the models ``(n, weights)`` along the principal directions from it.
 
-    The model with the largest coordinate has a positive one. Raise a ValueError if the models lie on a line.
+    The model with the largest coordinate has a positive one. Raise an `InputError` if the models lie on a line.
     """
     deviations = models - models[-1]
     squares, mixes = np.linalg.eigh(_products(deviations))  # n x n, however many weights
     squares, mixes = squares[::-1][:2], mixes[:, ::-1][:, :2]
     if len(squares) < 2 or squares[1] <= 1e-9 * squares[0]:
-        raise ValueError("the models lie on a line")
+        raise InputError(
+            "the models lie on a line, which is no plane: some rounds changed nothing; choose another figure, or run "
+            "more rounds with snapshot_every=1"
+        )
     mixes = mixes * np.sign(mixes[np.abs(mixes).argmax(axis=0), [0, 1]])
     directions = (mixes / np.sqrt(squares)).T.astype(models.dtype) @ deviations
     total = float(np.sum(np.square(deviations, dtype=np.float64)))

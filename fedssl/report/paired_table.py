@@ -20,7 +20,7 @@ def paired_table(runs: Sequence[Run], reference: str) -> TextTable:
 
     Other settings agree, except for those of the replaced choice (``strategy.weighting``) and those that only one of
     the two has (``regularizer.weight`` with ``strategy=fedprox``). The tests of one result are corrected together.
-    Accuracies are in percent, differences in points.
+    Accuracies are in percent, differences in points; those of other results are in their own unit.
 
     Raises
     ------
@@ -45,8 +45,8 @@ def paired_table(runs: Sequence[Run], reference: str) -> TextTable:
     pairs = [(group, _reference_of(group, bases, key)) for group in groups if group not in bases]
     rows: list[list[TableCell]] = []
     notes, compared_rows = [], set[int]()
-    names = dict.fromkeys(name for group in groups for run in group.runs for name in run.results)
-    for name in names:
+    units = {name: score.unit for group in groups for run in group.runs for name, score in run.results.items()}
+    for name, unit in units.items():
         found = {
             index: paired
             for index, (group, base) in enumerate(pairs)
@@ -56,15 +56,16 @@ def paired_table(runs: Sequence[Run], reference: str) -> TextTable:
         compared = compare({str(index): paired for index, paired in found.items()})
         for index, paired in found.items():
             settings = [text_cell(pairs[index][0].settings.get(name, "")) for name in keys]
-            rows.append([*settings, text_cell(name), *_cells(compared[str(index)], len(paired))])
+            rows.append([*settings, text_cell(name), *_cells(compared[str(index)], len(paired), unit)])
         if found:
             spread, seeds = median(row.spread for row in compared.values()), median_low(map(len, found.values()))
-            notes.append(f"{name}: {detectable(spread, seeds=seeds):.2g} points with {seeds} seeds")
+            points = " points" * (unit in IN_PERCENT)
+            notes.append(f"{name}: {detectable(spread, seeds=seeds):.2g}{points} with {seeds} seeds")
     if not rows:
         raise InputError(f"{_why_no_pair(pairs, bases, key)}, or choose another --reference than {reference}")
     meaning = (
-        f"difference: mean ± standard deviation in points; interval: {LEVEL:.0%}, of this row alone; p: paired t-test "
-        "with Holm's correction over the rows of a result; effect: Hedges' g"
+        f"difference: mean ± standard deviation, of percentages in points; interval: {LEVEL:.0%}, of this row alone; "
+        "p: paired t-test with Holm's correction over the rows of a result; effect: Hedges' g"
     )
     own = [name for name in varying([base.settings for base in bases]) if name.startswith(f"{key}.")]
     remarks = [f"references differ in {', '.join(own)}; a row has the first one whose other settings agree"] * bool(own)
@@ -129,12 +130,13 @@ def _paired(group: RunGroup, base: RunGroup, name: str) -> list[float]:
     return [(100 if ours[seed].unit in IN_PERCENT else 1) * (ours[seed].value - theirs[seed].value) for seed in common]
 
 
-def _cells(row: Difference, seeds: int) -> list[TableCell]:
+def _cells(row: Difference, seeds: int, unit: str) -> list[TableCell]:
+    form, needed = (".1f", row.seeds) if unit in IN_PERCENT else (".3g", None)
     return [
         TableCell(str(seeds), numbers=(seeds,)),
-        TableCell(f"{row.mean:+.1f} ± {row.spread:.1f}", numbers=(row.mean, row.spread)),
-        TableCell(f"{row.low:+.1f} to {row.high:+.1f}", numbers=(row.low, row.high)),
+        TableCell(f"{row.mean:+{form}} ± {row.spread:{form}}", numbers=(row.mean, row.spread)),
+        TableCell(f"{row.low:+{form}} to {row.high:+{form}}", numbers=(row.low, row.high)),
         TableCell(f"{row.p:.3f}", numbers=(row.p,)),
         TableCell(f"{row.effect:+.1f}" if seeds > 2 else "-", numbers=(row.effect,)),
-        TableCell(str(row.seeds), numbers=(row.seeds,)),
+        TableCell("-" if needed is None else str(needed), numbers=(needed,)),
     ]

@@ -52,9 +52,14 @@ def p_value(row: Sequence[float]) -> float:
     """Return the p-value of the two-sided t-test of differences against 0; of the sign test if all are equal."""
     from scipy.stats import ttest_1samp
 
-    if stdev(row) <= 1e-9 * abs(mean(row)):  # without a spread, two seeds would be certain
+    if not _varies(row):  # two seeds would be certain
         return 2.0 ** (1 - len(row)) if mean(row) else 1.0
     return float(ttest_1samp(row, 0.0).pvalue)
+
+
+def _varies(row: Sequence[float]) -> bool:
+    """Return whether differences have a spread, above that of rounding."""
+    return stdev(row) > 1e-9 * abs(mean(row))
 
 
 def interval(row: Sequence[float]) -> tuple[float, float]:
@@ -70,7 +75,7 @@ def hedges_g(row: Sequence[float]) -> float:
 
     The factor is 0 for two values, and a row without spread has an infinite effect, or 0.
     """
-    if stdev(row) == 0:
+    if not _varies(row):
         return math.copysign(math.inf, mean(row)) if mean(row) else 0.0
     m = len(row) - 1  # degrees of freedom
     factor = math.exp(math.lgamma(m / 2) - math.lgamma((m - 1) / 2)) / math.sqrt(m / 2) if m > 1 else 0.0

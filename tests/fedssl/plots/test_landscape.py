@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from fedssl.errors import InputError
 from fedssl.plots.landscape import axes_around, principal_plane
 
 # Deviations from the last model: (4, 0, 0, 0), (0, 3, 0, 0), (0, 0, 0, 0). Their squares are 16 + 9 = 25, so the first
@@ -26,7 +27,7 @@ def test_a_line_of_many_float32_weights_gives_no_plane():
     random = np.random.default_rng(0)
     last, way = random.normal(0, 0.05, 10**6), random.normal(0, 0.01, 10**6)
     models = np.stack([last + step * way for step in (3, 2.2, 1.1, 0.3, 0)]).astype(np.float32)
-    with pytest.raises(ValueError, match="the models lie on a line"):
+    with pytest.raises(InputError, match="the models lie on a line"):
         principal_plane(models)
 
 

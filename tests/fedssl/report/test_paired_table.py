@@ -37,6 +37,22 @@ def test_differences_are_paired_over_common_seeds(runs: Path, tmp_path: Path, co
     assert table.loc[0, ["strategy", "seeds", "difference"]].tolist() == ["eua", 3, pytest.approx(2.0)]
 
 
+def test_results_without_percent_keep_their_digits_and_have_no_points(runs: Path, tmp_path: Path, command):
+    for strategy, values in (("fedavg", (0.40, 0.41, 0.42)), ("eua", (0.41, 0.43, 0.45))):
+        for folder in runs.glob(f"{strategy}*"):
+            summary = json.loads((folder / "summary.json").read_text())
+            seed = int(summary["overrides"][1].removeprefix("seed="))
+            summary |= {"final": {"federated": {"regression_r2": values[min(seed, 2)]}}, "units": {"regression_r2": ""}}
+            (folder / "summary.json").write_text(json.dumps(summary))
+    _, out, _ = command(runs, "--reference", "strategy=fedavg", "--metrics", "regression_r2")
+    row = next(line for line in out.splitlines() if line.startswith("eua"))
+    assert row.split(maxsplit=3)[3] == "+0.02 ± 0.01  -0.00484 to +0.0448  0.074    +1.1                  -"
+    assert "regression_r2: 0.033 with 3 seeds" in out
+    command(runs, "--reference", "strategy=fedavg", "--metrics", "regression_r2", "--out", tmp_path / "table.csv")
+    table = pandas.read_csv(tmp_path / "table.csv")
+    assert table["seeds_for_1_point"].isna().all()
+
+
 def test_rows_are_compared_within_the_same_other_settings(runs: Path, command):
     for seed in range(3):
         folder = job(runs / f"byol{seed}", "fedavg", seed, knn=0.1)

@@ -41,6 +41,7 @@ def test_interval_and_effect_by_hand():
     assert hedges_g([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(0.797885 * 3 / math.sqrt(2.5), rel=1e-6)
     assert hedges_g([1.0, 3.0]) == 0.0  # the factor for one degree of freedom
     assert (hedges_g([0.0, 0.0]), hedges_g([-1.0, -1.0])) == (0.0, -math.inf)
+    assert hedges_g([0.3, 0.1 + 0.2, 0.3]) == math.inf  # equal up to rounding
 
 
 @pytest.mark.parametrize(("shift", "seeds"), [(1.0, 3), (2.0, 5), (0.3, 20)])
