@@ -50,11 +50,12 @@ class ClientMessenger:
         timeout: float,
         deadline: float | None = None,
         min_replies: int | None = None,
+        uses_late: bool = False,
     ) -> Iterator[tuple[Message, Message]]:
         """Yield messages with their replies as they arrive, until there are enough, all have arrived, or time is over.
 
         Waiting ends ``timeout`` seconds after the last reply, after ``deadline`` seconds, and after ``min_replies``
-        replies without errors, late ones included.
+        replies without errors, with those of earlier exchanges if it ``uses_late`` ones.
         """
         messages = list(messages)
         self.late_replies.clear()
@@ -66,7 +67,7 @@ class ClientMessenger:
         }
         report_at = 0.0
         try:
-            while (unanswered or (min_replies and self.pending)) and time.monotonic() < min(until, last):
+            while (unanswered or (uses_late and self.pending)) and time.monotonic() < min(until, last):
                 if time.monotonic() > report_at:
                     self._on_activity({one.metadata.dst_node_id for one in unanswered.values()}, self.pending_nodes())
                     report_at = math.inf
@@ -78,9 +79,9 @@ class ClientMessenger:
                     pause = min(2 * pause, 0.1)
                 while replies:
                     reply = replies.pop()
-                    good += not reply.has_error()
                     until = time.monotonic() + timeout
                     id = reply.metadata.reply_to_message_id
+                    good += not reply.has_error() and (uses_late or id in unanswered)
                     if id in self.pending:
                         self.late_replies.append((self.pending.pop(id), reply))
                     elif id in unanswered:

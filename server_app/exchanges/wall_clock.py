@@ -37,7 +37,11 @@ class WallClockExchange(ClientMessenger, Exchange):
             self._grid.sum_updates(None if sent.policy.may_end_early else sent.sum_task())
         policy = sent.policy
         pairs = self.send_and_receive(
-            sent.messages, timeout=sent.timeout, deadline=policy.deadline, min_replies=policy.min_replies
+            sent.messages,
+            timeout=sent.timeout,
+            deadline=policy.deadline,
+            min_replies=policy.min_replies,
+            uses_late=policy.rebase is not None,
         )
         yield from in_client_order(replies_of(pairs), sent)
         yield from self.late()

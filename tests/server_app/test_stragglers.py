@@ -128,6 +128,20 @@ def test_the_first_to_reply_count_if_more_are_asked():
     assert np.allclose(run.weight, LAYERS["encoder.weight"] + np.mean([4, 5, 6]))
 
 
+def test_late_replies_that_are_not_used_neither_end_a_round_nor_are_awaited():
+    """Of 3 clients the first 2 count. What client 0 sends late precedes round 2; what client 2 sends never comes."""
+    slow = {(0, 1): (NEVER, "good"), (2, 2): (NEVER, "good"), (0, 3): (1, "error"), (1, 3): (1, "error")}
+    replies = {"timeout": 60, "clients_per_round": 2, "over_selection": 1}
+    run = Run(3, lambda client, round: slow.get((client, round), (2 + client, "good")), **replies)
+    assert clients(run.round()) == [1, 2]
+    run.grid.deliver()
+    report = run.round()
+    assert (clients(report), report.late) == ([0, 1], [0])
+    start = time.monotonic()
+    assert clients(run.round()) == [2]
+    assert time.monotonic() - start < 60
+
+
 def test_a_late_reply_is_counted_and_not_used():
     run = Run(3, lambda client, round: (NEVER if (client, round) == (1, 1) else 1, "good"), round_deadline=1.0)
     assert clients(run.round()) == [0, 2]
