@@ -44,7 +44,6 @@ from fedssl.datasets.pixels import MODALITY, RASTER, WHITE_IS_ZERO
 from fedssl.datasets.raster import Raster
 from fedssl.safe_io import sanitize_line
 
-FORMAT = "DICOM"
 _RLE = "1.2.840.10008.1.2.5"
 _PIXELS = {0x7FE00008: "FloatPixelData", 0x7FE00009: "DoubleFloatPixelData", 0x7FE00010: "PixelData"}
 _KINDS = (b"OB", b"OW", b"OF", b"OD", b"UN")  # value representations of pixels
@@ -73,9 +72,9 @@ warnings.filterwarnings("ignore", module="pydicom")
 
 
 class DicomImageFile(ImageFile.ImageFile):
-    """A DICOM file. `PIL.Image.open` returns it after `register`."""
+    """A DICOM file. `PIL.Image.open` returns it after `fedssl.datasets.formats.register_formats`."""
 
-    format, format_description = FORMAT, "Digital Imaging and Communications in Medicine"
+    format, format_description = "DICOM", "Digital Imaging and Communications in Medicine"
 
     def _open(self) -> None:
         assert self.fp is not None
@@ -148,11 +147,6 @@ class DicomImageFile(ImageFile.ImageFile):
             raise ValueError(f"its frame has {values.shape[1]} x {values.shape[0]} pixels")
         is_beside = is_beside_image(stored, self._dataset) if self.mode == "F" else None
         return values if is_beside is None else np.where(is_beside, np.float32(np.nan), values)
-
-
-def register() -> None:
-    """Let `PIL.Image.open` read DICOM."""
-    Image.register_open(FORMAT, DicomImageFile)
 
 
 class _Limited:

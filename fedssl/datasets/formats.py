@@ -9,6 +9,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from PIL import Image
+
 from fedssl.errors import InputError
 from fedssl.safe_io import FilePath, open_regular_file
 
@@ -69,8 +71,10 @@ def register_formats() -> None:
     """Let `PIL.Image.open` read the formats of the installed packages."""
     if "HEIF" in INSTALLED:
         import_module("pillow_heif").register_heif_opener(thumbnails=False)
-    if "DICOM" in INSTALLED:
-        import_module("fedssl.datasets.dicom").register()
+    if "DICOM" in INSTALLED:  # the last that Pillow tries; pydicom is imported with the first file
+        Image.register_open(
+            "DICOM", lambda stream, name: import_module("fedssl.datasets.dicom").DicomImageFile(stream, name)
+        )
 
 
 def missing_packages(ignored: Mapping[str, int]) -> list[tuple[int, str]]:

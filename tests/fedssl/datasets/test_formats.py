@@ -1,5 +1,8 @@
 """Formats that need a package: what is said without it."""
 
+import subprocess
+import sys
+
 import nibabel
 import numpy as np
 import pytest
@@ -28,3 +31,8 @@ def test_ignored_files_name_the_packages_that_they_need(monkeypatch):
         (count, f"{name.upper()} images need {package} (uv sync --extra {name}, or pip install 'fedssl[{name}]')")
         for count, name, package in ((4, "dicom", "pydicom"), (3, "nifti", "nibabel"), (3, "video", "av"))
     ]
+
+
+def test_only_the_first_file_of_dicom_imports_its_package():
+    code = "import sys, fedssl.datasets.decoding; print('pydicom' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
