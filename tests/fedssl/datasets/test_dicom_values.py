@@ -1,17 +1,22 @@
 """Values of DICOM frames, computed by hand."""
 
+from io import BytesIO
+
 import numpy as np
 import pytest
+from pydicom import dcmread
 from pydicom.sequence import Sequence
 
 from fedssl.datasets.decoding import Decoding
+from fedssl.datasets.dicom_values import limits_of
+from fedssl.datasets.pixels import BIT_RANGE
 from tests.fedssl.datasets.dicom_files import RAMP, item, levels, make, opened, palette
 
 
 def test_the_range_is_that_of_the_stored_bits():
     # 255.999 x / 4095: 0, 0.06, 62.5, 255.999
     assert levels(make()) == [[0, 0], [62, 255]]
-    assert opened(make())[0].info["range"] == (0, 4095)
+    assert limits_of(dcmread(BytesIO(make()))) == (0, 4095, BIT_RANGE)
     # from -2048 to 2047: 255.999 (x + 2048) / 4095 = 0, 128.03, 190.5, 255.999
     assert levels(make(RAMP - [[2048, 1], [1000 - 1000 + 0, 2048]], bits=12, signed=True)) == [[0, 128], [190, 255]]
     # rescaled to x / 2 - 1024, from -1024 to 1023.5: the same levels

@@ -5,14 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedssl.embedding import load_embedder
+from fedssl.embedding.torch_backend import load
 from fedssl.errors import InputError
 from tests.fedssl.export.test_formats import SMALL, write_encoder
 
 
 def test_features_depend_on_the_image_alone(tmp_path: Path) -> None:
     write_encoder(tmp_path / "encoder.pt", SMALL)
-    embedder = load_embedder(tmp_path / "encoder.pt", device="cpu")
+    embedder = load(tmp_path / "encoder.pt", device="cpu", folders=())
     images = np.random.default_rng(0).integers(0, 256, (embedder.batch_size + 3, 3, 8, 8), dtype=np.uint8)
     features = embedder(images)
     assert features.dtype == np.float32

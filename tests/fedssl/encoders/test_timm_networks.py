@@ -6,6 +6,7 @@ import torch
 
 from fedssl import encoders
 from fedssl.encoders import library
+from fedssl.encoders.timm_networks import build_timm
 from fedssl.errors import InputError
 
 # Name, image size, number of stages, widths of the first and the last stage, arguments of timm.
@@ -20,7 +21,7 @@ TIMM = [
 
 @pytest.mark.parametrize(("name", "size", "stages", "first", "last", "arguments"), TIMM)
 def test_timm_encoders_are_timms_networks(name, size, stages, first, last, arguments):
-    encoder, images = encoders.timm(name=name, channels=3, size=size).eval(), torch.rand(2, 3, size, size)
+    encoder, images = build_timm(name, channels=3, size=size).eval(), torch.rand(2, 3, size, size)
     theirs = timm.create_model(name, num_classes=0, **arguments).eval()
     assert list(encoder.state_dict()) == list(theirs.state_dict())
     theirs.load_state_dict(encoder.state_dict())

@@ -7,6 +7,7 @@ from torchvision.models.vision_transformer import EncoderBlock
 
 from fedssl import encoders
 from fedssl.encoders import vit_tiny
+from fedssl.encoders.torchvision_networks import build_torchvision
 from fedssl.errors import InputError
 
 WIDTH, PATCH, SIZE = 12, 4, 16
@@ -16,7 +17,7 @@ WIDTH, PATCH, SIZE = 12, 4, 16
     ("name", "size", "stages"), [("resnet18", 64, 4), ("efficientnet_b0", 64, 7), ("mobilenet_v3_small", 64, 1)]
 )
 def test_torchvision_encoders_are_torchvisions_networks(name, size, stages):
-    encoder, images = encoders.torchvision(name=name, channels=3, size=size).eval(), torch.rand(2, 3, size, size)
+    encoder, images = build_torchvision(name, channels=3, size=size).eval(), torch.rand(2, 3, size, size)
     theirs = models.get_model(name).eval()
     ours = encoder.state_dict()
     assert [key for key in theirs.state_dict() if key not in ours] in (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedssl.losses import info_nce, nt_xent, nt_xent_one_sided
+from fedssl.losses.contrastive import info_nce, nt_xent, nt_xent_one_sided
 from tests.fedssl.losses.vectors import E1, E2, draw
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedssl.losses import barlow_twins, barlow_twins_unbiased, vicreg
+from fedssl.losses.decorrelation import barlow_twins, barlow_twins_unbiased, vicreg
 from tests.fedssl.losses.vectors import draw
 
 
