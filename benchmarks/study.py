@@ -170,8 +170,8 @@ def _row(
 
 
 def _other_code(entries: Sequence[Entry]) -> str:
-    codes = {each.code: each.date for each in entries}
-    if set(codes) == {CODE}:
+    codes = {each.code: each.date for each in entries if each.code != CODE}
+    if not codes:
         return ""
     listed = ", ".join(f"{code} ({sum(each.code == code for each in entries)}, {day})" for code, day in codes.items())
     return f"\nEntries of other code than this ({CODE}): {listed}\n"
