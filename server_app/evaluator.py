@@ -32,6 +32,8 @@ NO_SERVER_DATA = (
     "server with dataset=NAME dataset.path=FOLDER"
 )
 
+CLASSIFIER = "classifier"  # result of the classifier that a method with labels trains
+
 ResultsByModel = dict[str, dict[str, Score]]  # results by model name
 
 
@@ -133,7 +135,7 @@ class Evaluator:
             labels = evaluation_input.test.labels
             has_label = labels != NO_LABEL
             if logits is not None and has_label.any():
-                results["classifier"] = Score(accuracy(logits.argmax(dim=1)[has_label], labels[has_label]))
+                results[CLASSIFIER] = Score(accuracy(logits.argmax(dim=1)[has_label], labels[has_label]))
         return results
 
 

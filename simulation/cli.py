@@ -13,8 +13,9 @@ from fedssl.command_line import run_command
 from fedssl.config.compose import compose_unresolved, validate_names
 from fedssl.config.hydra_internals import run_main, split_arguments
 from fedssl.config.literal import literal_values
+from fedssl.config.load import compose
 from fedssl.config.overrides import CONF, by_key, check_single, check_sweep, config_groups, parse, quote_value
-from fedssl.config.targets import expand_config_dir_flag, search_folders
+from fedssl.config.targets import SEARCHPATH_KEY, expand_config_dir_flag, search_folders
 from fedssl.errors import InputError, RunError
 from fedssl.runs.run import run_folders
 from simulation.axes import axes_of
@@ -156,7 +157,13 @@ def _run_hydra_sweep(flags: Sequence[str], overrides: Sequence[str]) -> int:
         raise InputError("Hydra itself runs the jobs of this sweep, without sweep.axes; leave out Hydra's settings")
     metric = options.get("metric")
     if metric is not None:
-        check_metric(metric, overrides, final=True)
+        fixed = [
+            str(override.input_line)
+            for override in parse(overrides)
+            if not override.is_sweep_override()
+            and (override.key_or_group == SEARCHPATH_KEY or not override.key_or_group.startswith("hydra"))
+        ]
+        check_metric(metric, [compose(fixed)], final=True)
     folder = new_sweep_folder(overrides)
     sys.argv[1:] = [*flags, *overrides, f"{FOLDER_KEY}={quote_value(str(folder))}"]
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean
 
-from fedssl.config.load import compose
-from fedssl.config.overrides import parse
-from fedssl.config.targets import SEARCHPATH_KEY
+from fedssl.config.settings import Settings
+from fedssl.config.targets import locate
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score
 from fedssl.runs.run import PRUNED, RANKME, read_run
@@ -25,7 +24,7 @@ from simulation.sweep_progress import SweepProgress
 class Pruning:
     """Successive halving of comparable jobs."""
 
-    metric: str  # higher is better
+    metric: str
     reduction_factor: int  # of the jobs at a rung, the best 1 / reduction_factor continue
     rungs: Sequence[int]  # rounds, ascending
     rounds: int  # of a complete job
@@ -38,7 +37,8 @@ def pruning_of(state: SweepState, jobs: Sequence[Job]) -> Pruning | None:
     if reduction_factor is None and min_rounds is not None:
         raise InputError(f"sweep.min_rounds={min_rounds} has no effect without pruning; set sweep.reduction_factor=3")
     if metric is not None:
-        check_metric(metric, state.overrides, final=reduction_factor is None)
+        valid = [settings for group in group_jobs(jobs) if (settings := group_settings(group))]
+        check_metric(metric, valid, final=reduction_factor is None)
     if reduction_factor is None:
         return None
     if metric is None:
@@ -50,34 +50,37 @@ def pruning_of(state: SweepState, jobs: Sequence[Job]) -> Pruning | None:
     return Pruning(metric=metric, reduction_factor=reduction_factor, rungs=rungs, rounds=rounds)
 
 
-def check_metric(metric: str, overrides: Sequence[str], *, final: bool) -> None:
-    """Raise `InputError` if the evaluations of a run with these overrides, apart from swept ones, lack a result.
+def check_metric(metric: str, jobs: Sequence[Settings], *, final: bool) -> None:
+    """Raise `InputError` if there are jobs of these settings and none has a result.
 
     ``final`` is whether it must be a result of the final evaluation, otherwise of those in the rounds.
     """
     import torch  # slow imports
 
-    from server_app.evaluator import Evaluator
+    from server_app.evaluator import CLASSIFIER, Evaluator
 
-    swept = {str(override.input_line) for override in parse(overrides) if override.is_sweep_override()}
-    ours = [o for o in overrides if (o not in swept and not o.startswith("hydra")) or o.startswith(SEARCHPATH_KEY)]
-    settings = compose(ours)
-    if metric == RANKME:
-        if not (settings.evaluation.every and settings.evaluation.collapse_images):
-            raise InputError(
-                "sweep.metric=rankme is measured in evaluated rounds, and evaluate_every or collapse_images is 0; set "
-                "e.g. evaluate_every=5 collapse_images=256"
-            )
+    names: dict[str, None] = {}
+    for job in jobs:
+        if metric == RANKME:
+            names |= dict.fromkeys([RANKME] if job.evaluation.every and job.evaluation.collapse_images else [])
+        else:
+            evaluator = Evaluator(job.evaluation, data=job.data, rounds=1, device=torch.device("cpu"), seed=0)
+            units = evaluator.result_units(final=final)
+            has_classifier = units and locate(job.model.method.target).uses_labels
+            names |= dict.fromkeys([*units, CLASSIFIER] if has_classifier else units)
+        if metric in names:
+            return
+    if not jobs:
         return
-    evaluator = Evaluator(settings.evaluation, data=settings.data, rounds=1, device=torch.device("cpu"), seed=0)
-    names = list(evaluator.result_units(final=final))
-    if metric not in names:
-        listed = ", ".join([*names, RANKME])
-        group = "final_evaluation" if final else "evaluation"
+    if metric == RANKME:
         raise InputError(
-            f"sweep.metric={metric} is not a result of {group}, which gives {listed}; choose one of these, or set "
-            f"{group}"
+            "sweep.metric=rankme is measured in evaluated rounds, and evaluate_every or collapse_images is 0; set "
+            "e.g. evaluate_every=5 collapse_images=256"
         )
+    listed, group = ", ".join([*names, RANKME]), "final_evaluation" if final else "evaluation"
+    raise InputError(
+        f"sweep.metric={metric} is not a result of {group}, which gives {listed}; choose one of these, or set {group}"
+    )
 
 
 def make_rungs(min_rounds: int, reduction_factor: int, *, rounds: int, evaluate_every: int) -> list[int]:
@@ -137,7 +140,7 @@ def successive_halving(
         runnable -= {job for job in due if read_run(job.folder).state == "failed"}
         means = {group: _mean_result(groups[group], pruning.metric, rung) for group in alive}
         results = {group: result for group, result in means.items() if result is not None}
-        order = sorted(results, key=lambda group: (-results[group].value, group))
+        order = sorted(results, key=lambda group: (-results[group].goodness, group))
         alive = sorted(order[: max(len(order) // pruning.reduction_factor, 1)])
         for rank, group in enumerate(order[len(alive) :], start=len(alive) + 1):
             result = f"{pruning.metric} {results[group].text}"

@@ -86,7 +86,7 @@ class SweepProgress:
             score = run.score(self._metric)
             results = {} if score is None else {self._metric: score}
         for name, score in results.items():
-            if name not in self._best or score.value > self._best[name][0].value:
+            if name not in self._best or score.goodness > self._best[name][0].goodness:
                 self._best[name] = (score, run.folder.name)
         return "finished" + "".join(f" {name} {score.text}" for name, score in results.items())
 

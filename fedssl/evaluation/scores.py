@@ -45,6 +45,11 @@ class Score:
         return scores[0] if len(scores) == 1 else cls.over_draws([score.value for score in scores], scores[0].unit)
 
     @property
+    def goodness(self) -> float:
+        """Return a number that is larger for better results."""
+        return -self.value if self.unit == ERROR else self.value
+
+    @property
     def shown(self) -> float:
         """Displayed value, in percent for the units `IN_PERCENT`."""
         return 100 * self.value if self.unit in IN_PERCENT else self.value

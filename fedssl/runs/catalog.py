@@ -87,7 +87,7 @@ class RankedRuns:
 def rank_runs(runs: Iterable[Run], metric: str, *, each: bool = False) -> list[RankedRuns]:
     """Rank finished runs by a final result, the best first; with ``each`` every seed by itself.
 
-    The best is the largest, but of ``alpha_req`` the nearest to 1.
+    The best is the largest, but of an error the smallest, and of ``alpha_req`` the nearest to 1.
     """
     finished = [run for run in runs if run.finished]
     scores = {
@@ -108,14 +108,14 @@ def rank_runs(runs: Iterable[Run], metric: str, *, each: bool = False) -> list[R
     ranked = []
     for group in group_runs(with_result, (lambda run: {"folder": str(run.folder)}) if each else all_compared_settings):
         members = newest_of_each_seed(group.runs)
-        members.sort(key=lambda run: goodness(metric, known_scores[run.folder].value), reverse=True)
+        members.sort(key=lambda run: goodness(metric, known_scores[run.folder]), reverse=True)
         ranked.append(RankedRuns(members, Score.over_runs([known_scores[run.folder] for run in members])))
-    return sorted(ranked, key=lambda group: goodness(metric, group.score.value), reverse=True)
+    return sorted(ranked, key=lambda group: goodness(metric, group.score), reverse=True)
 
 
-def goodness(metric: str, value: float) -> float:
+def goodness(metric: str, score: Score) -> float:
     """Return a number that is larger for better results."""
-    return -abs(value - 1) if metric == "alpha_req" else value
+    return -abs(score.value - 1) if metric == "alpha_req" else score.goodness
 
 
 def differences_from_defaults(run: Run) -> dict[str, tuple[Any, Any]]:

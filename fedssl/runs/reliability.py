@@ -45,7 +45,7 @@ def correlation(values: Sequence[float], targets: Sequence[float]) -> Correlatio
 def reliability(runs: Sequence[Run], metric: str) -> str:
     """Return a sentence on how well a result predicts linear accuracy over the finished runs that have both."""
     pairs = [(run.score(metric), run.score(TARGET)) for run in runs if run.finished]
-    both = [(goodness(metric, one.value), other.value) for one, other in pairs if one is not None and other is not None]
+    both = [(goodness(metric, one), other.value) for one, other in pairs if one is not None and other is not None]
     found = correlation([one for one, _ in both], [other for _, other in both])
     if found is None:
         return (

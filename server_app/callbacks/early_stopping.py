@@ -15,6 +15,7 @@ from fedssl.logs import log
 from fedssl.rules import Problem
 from fedssl.runs.jsonl import read_jsonl
 from server_app.callbacks.base import Callback, RoundEnd, RunEnd
+from server_app.evaluator import CLASSIFIER
 from strategies.rules import RunParts
 from strategies.types import ServerState
 
@@ -102,7 +103,7 @@ def monitor_is_a_result(parts: RunParts) -> Problem:
     problem = None if parts.result_units() else evaluation_problem(settings.data)
     if problem:
         return f"early_stopping.monitor={rule.monitor} needs evaluations; {problem}"
-    units = {**parts.result_units(), **({"classifier": ACCURACY} if parts.method.uses_labels else {})}
+    units = {**parts.result_units(), **({CLASSIFIER: ACCURACY} if parts.method.uses_labels else {})}
     return monitor_problem(rule, units) or threshold_problem(rule, units[rule.monitor])
 
 

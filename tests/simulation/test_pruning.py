@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fedssl.config.overrides import check_sweep
 from fedssl.errors import InputError
+from fedssl.evaluation.scores import ACCURACY, ERROR
 from fedssl.runs.run import RANKME, read_run
 from simulation import cli
 from simulation.pruning import Pruning, make_rungs, pruning_of, successive_halving
@@ -46,13 +47,13 @@ def make_jobs(folder, number, seeds=(0,)):
     return [Job(folder / f"{lr * len(seeds) + i}", (f"optimizer.lr={lr}", f"seed={seed}")) for lr, i, seed in pairs]
 
 
-def train(job, until, *, result, rounds, name="knn"):
+def train(job, until, *, result, rounds, name="knn", unit=ACCURACY):
     """Write the files of a run until a round; ``result`` maps job and round to the result."""
     job.folder.mkdir(exist_ok=True)
     last = until or rounds
     lines = []
     for round in range(1, last + 1):
-        line = {"round": round, "evaluation": {"knn": result(job, round)}}
+        line = {"round": round, "evaluation": {"knn": result(job, round)}, "units": {"knn": unit}}
         if name == RANKME:
             line = {"round": round, "health": {"global": {"effective_rank": result(job, round)}}}
         lines.append(json.dumps(line))
@@ -62,7 +63,7 @@ def train(job, until, *, result, rounds, name="knn"):
     (job.folder / "summary.json").write_text(json.dumps(summary))
 
 
-def halve(jobs, pruning, *, result, waiting=None, order=list, stop=None, name="knn"):
+def halve(jobs, pruning, *, result, waiting=None, order=list, stop=None, name="knn", unit=ACCURACY):
     """Run all batches; return the rounds that each job trained, in order of the calls."""
     trained, numbers = {job.folder.name: [] for job in jobs}, count()
     waiting = jobs if waiting is None else waiting
@@ -70,7 +71,7 @@ def halve(jobs, pruning, *, result, waiting=None, order=list, stop=None, name="k
         for job in order(batch.jobs):
             if next(numbers) == stop:
                 return trained
-            train(job, batch.until, result=result, rounds=pruning.rounds, name=name)
+            train(job, batch.until, result=result, rounds=pruning.rounds, name=name, unit=unit)
             trained[job.folder.name].append(batch.until or pruning.rounds)
     return trained
 
@@ -94,6 +95,12 @@ class TestSuccessiveHalving:
         assert read_run(jobs[6].folder).failure_reason == (
             "pruned after round 3: knn 600.0% has rank 3 of 3, and 1 continue"
         )
+
+    def test_of_an_error_less_is_better(self, tmp_path):
+        jobs = make_jobs(tmp_path, 3)
+        pruning = Pruning(metric="knn", reduction_factor=3, rungs=[1], rounds=2)
+        halve(jobs, pruning, result=lambda job, round: int(job.folder.name), unit=ERROR)
+        assert statuses(jobs) == {"0": "finished", "1": "pruned", "2": "pruned"}
 
     def test_seeds_continue_together_by_their_mean(self, tmp_path):
         """Means of the seeds 0 and 10: 0.5, 0.6, 0.3. The best single job, 0.9, has the mean 0.5."""

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from fedssl.config.literal import literal_values
+from fedssl.config.load import compose
 from fedssl.config.targets import searchpath_override
 from fedssl.errors import InputError
 from fedssl.runs.run import acquire_lock, is_locked
@@ -214,10 +215,13 @@ class TestHydra:
             new_sweep_folder(["seed=0,1", "hydra/launcher=moon"])
 
     def test_a_metric_without_a_protocol_is_one_sentence(self):
-        check_metric("knn", ["final_evaluation=knn", "seed=0,1"], final=True)
-        check_metric("rankme", ["final_evaluation=knn", "seed=0,1"], final=True)
+        settings = [compose(["final_evaluation=knn"])]
+        check_metric("knn", settings, final=True)
+        check_metric("rankme", settings, final=True)
+        check_metric("linear", [*settings, compose(["final_evaluation=linear"])], final=True)
+        check_metric("classifier", [*settings, compose(["method=supervised"])], final=True)
         with pytest.raises(InputError, match="linear is not a result of final_evaluation, which gives knn, rankme; "):
-            check_metric("linear", ["final_evaluation=knn", "seed=0,1"], final=True)
+            check_metric("linear", settings, final=True)
 
     @pytest.mark.heavy
     def test_failed_jobs_and_the_table_are_in_files(self, tmp_path):

@@ -103,6 +103,14 @@ def test_words_keep_what_agrees(runs, command, overrides, number):
     assert (status, len(json.loads(out)["runs"])) == (0, number)
 
 
+def test_of_an_error_the_smallest_is_best(tmp_path, command):
+    for name, error in (("a", 3.0), ("b", 1.0), ("c", 2.0)):
+        file = job(tmp_path / name, f"optimizer.lr={error}", regression_mae=error) / "summary.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"units": {"regression_mae": "error"}}))
+    _, out, _ = command("best", "regression_mae", tmp_path)
+    assert [line.split()[-1][-1] for line in out.splitlines()[1:]] == ["b", "c", "a"]
+
+
 def test_best_takes_seeds_for_one(runs, command):
     _, out, _ = command("best", "knn", runs)
     # 0.5 of seed 0, which ran twice and counts once, and 0.75: mean 0.625, sample deviation 0.25 / sqrt(2) = 0.17678.
