@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from fedssl.errors import InputError
 from fedssl.logs import log
 from fedssl.schedule.phases import phase_at
 from fedssl.schedule.stages import set_active_stages
@@ -82,10 +83,13 @@ class TrainingLoop:
 
     def run(self, end: RunEnd) -> None:
         """Run all rounds, and store in ``end`` the last state and whether the run is paused."""
-        settings = self._components.settings
-        last = settings.rounds
-        if settings.pause_after and settings.pause_after > self.state.round:
-            last = min(last, settings.pause_after)
+        settings, done = self._components.settings, self.state.round
+        if settings.pause_after and settings.pause_after <= done < settings.rounds:
+            raise InputError(
+                f"pause_after={settings.pause_after} but the run has completed {done} of {settings.rounds} rounds; set "
+                f"pause_after={done + 1} or more, or leave it out"
+            )
+        last = min(settings.rounds, settings.pause_after or settings.rounds)
         while self.state.round < last and self._callbacks.stop_reason() is None:
             self._run_round()
         end.state = self.state

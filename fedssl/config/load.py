@@ -59,10 +59,15 @@ def load_settings(overrides: Sequence[str]) -> Settings:
     that of the run, whose default depends on the machine, because it decides the order of sums.
     """
     overrides = normalize(overrides)
-    given = [override.value() for override in parse(overrides) if override.key_or_group == "resume"]
-    if not given or given[-1] is None:
+    given = {override.key_or_group: override.value() for override in parse(overrides)}
+    if given.get("resume") is None:
         return compose(overrides)
-    folder = user_path(str(given[-1])).resolve()
+    folder, output = user_path(str(given["resume"])).resolve(), given.get("output_dir")
+    if output is not None and user_path(str(output)).resolve() != folder:
+        raise InputError(
+            f"output_dir={output} but resume={folder} continues in its folder; leave output_dir out, or resume a copy "
+            "of that folder"
+        )
     saved, saved_overrides = read_settings(folder / "config.yaml"), read_overrides(folder / "overrides.yaml")
     if saved is None or saved_overrides is None:
         missing = " and ".join(name for name in ("config.yaml", "overrides.yaml") if not (folder / name).exists())

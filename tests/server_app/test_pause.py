@@ -1,5 +1,8 @@
 """Runs that pause after a round, and continue with the same bits."""
 
+import pytest
+
+from fedssl.errors import InputError
 from fedssl.runs.run import read_run
 from simulation.run import run
 from tests.runs import KNN, SMALL, ending
@@ -15,7 +18,13 @@ def test_a_paused_run_continues_with_the_same_bits(tmp_path):
     assert not (paused / "encoder.pt").exists()
     assert f"paused after round 1; continue with: fedssl resume={paused}" in (paused / "run.log").read_text()
     run([f"resume={paused}", "pause_after=2"])
-    assert ending(paused) == ("paused", 2, "paused after round 2 of 3")
+    for override, message in (
+        ("pause_after=2", "pause_after=2 but the run has completed 2 of 3 rounds; set pause_after=3 or more"),
+        (f"output_dir={tmp_path}", f"output_dir={tmp_path} but resume={paused} continues in its folder; leave output"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run([f"resume={paused}", override])
+        assert ending(paused) == ("paused", 2, "paused after round 2 of 3")
     run([f"resume={paused}"])  # the pause is not inherited
     assert ending(paused) == ("finished", 3, None)
     assert (paused / "encoder.pt").read_bytes() == (tmp_path / "whole" / "encoder.pt").read_bytes()
