@@ -1,7 +1,7 @@
 """Tar shards of WebDataset as tables: one row per sample, whose files have names that begin with its key.
 
 ``n01/0001.jpg`` and ``n01/0001.cls`` are the sample ``n01/0001``. Its images are read where they are in the file, and
-its small texts (`_TEXTS`) become columns, as do the values of a ``json``. If a folder of the keys names a split, it is
+its small texts (`_TEXTS`) become columns, as do other values of a ``json``. If a folder of the keys names a split, it is
 the column ``split``, and ``folder`` has the folders below it. Nothing is extracted or unpickled, and links
 and other special members are left out, so that the names of members have no effect on the file system.
 
@@ -31,7 +31,7 @@ from fedssl.logs import log_once
 KEY = "__key__"  # column of the names of samples
 ANY_IMAGE = "__image__"  # column of the images of all endings, if no sample has two
 PLACE = pa.struct([("offset", pa.int64()), ("length", pa.int64())])  # of an image in the file
-_TEXTS = ("cls", "txt", "json", "id", "label")
+_TEXTS = ("json", "cls", "txt", "id", "label")  # later ones replace values of the same name
 _MAX_TEXT, _MAX_ENDINGS = 2**20, 64
 SUFFIXES = (".tar", *(_GZIP := (".tar.gz", ".tgz")))
 _EXPANSION, _MIN_EXPANDED = 200, 2**26  # decompressed bytes per byte, and of small files
@@ -155,7 +155,7 @@ def _rows(
         row |= {} if split is None else {"split": split}
         images = list(filter(_is_image, members))
         row |= {name: {"offset": members[name].offset_data, "length": members[name].size} for name in images}
-        for name in members.keys() & {*_TEXTS}:
+        for name in filter(members.__contains__, _TEXTS):
             text = texts[members[name].offset_data].decode(errors="replace").strip()
             row |= _scalars(text) if name == "json" else {name: text}
         if "label" not in row and "cls" in row:

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import subprocess
+import sys
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +41,19 @@ def read(path: Path | str, split: str = "train", **changes: object) -> ImageData
     base.forget_images()
     settings = {"path": str(path), "size": 4, "cache": None, "test_fraction": 0.0}
     return load_split(settings_of("folder", **settings | changes), split)
+
+
+def test_a_file_of_a_sample_replaces_a_value_of_its_json(tmp_path: Path) -> None:
+    """Labels are the same in all processes, whose hashes of texts differ."""
+    members = {f"{name}.json": json.dumps({"cls": 7, "id": 1}).encode() for name in "ab"}
+    shard(tmp_path / "a.tar", members | {"a.png": b"", "b.png": b"", "a.cls": b"1"})
+    code = (
+        "import sys; from fedssl.datasets.shards import *; print(shard_table(Path(sys.argv[1]))['label'].to_pylist())"
+    )
+    for seed in ("0", "2"):
+        command = [sys.executable, "-c", code, tmp_path / "a.tar"]
+        done = subprocess.run(command, env={"PYTHONHASHSEED": seed}, capture_output=True, text=True)
+        assert done.stdout == "[1, 7]\n", done.stderr
 
 
 def test_shards_of_splits(tmp_path: Path) -> None:
