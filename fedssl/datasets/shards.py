@@ -1,8 +1,8 @@
 """Tar shards of WebDataset as tables: one row per sample, whose files have names that begin with its key.
 
 ``n01/0001.jpg`` and ``n01/0001.cls`` are the sample ``n01/0001``. Its images are read where they are in the file, and
-its small texts (`_TEXTS`) become columns, as do other values of a ``json``. If a folder of the keys names a split, it is
-the column ``split``, and ``folder`` has the folders below it. Nothing is extracted or unpickled, and links
+its small texts (`_TEXTS`) become columns, as do other values of a ``json``. If a folder of the keys names a split, it
+is the column ``split``, and ``folder`` has the folders below it. Nothing is extracted or unpickled, and links
 and other special members are left out, so that the names of members have no effect on the file system.
 
 Shards of gzip are decompressed from their start, once for the index and once for the images, up to `_EXPANSION` times

@@ -31,6 +31,7 @@ from fedssl.config.literal import user_path
 from fedssl.datasets.decoding import Decoding, Encoded, open_source, unreadable_reason
 from fedssl.datasets.geometry import center_square
 from fedssl.datasets.image_index import ImageIndex
+from fedssl.datasets.manifest import names_image
 from fedssl.datasets.pixels import orientation_of
 from fedssl.datasets.raster import Raster
 from fedssl.encoders.base import Encoder
@@ -96,7 +97,8 @@ def check_separate(train: LabeledImages, test: LabeledImages, where: str) -> Non
 
 def _mask_files(folder: Path, images: Sequence[str]) -> list[Path]:
     """Return the mask of each image: that with the longest common end of its path."""
-    masks = {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.*"))}
+    files = (path for path in sorted(folder.rglob("*.*")) if names_image(path.name))  # beside others, such as outlines
+    masks = {path.relative_to(folder).with_suffix("").as_posix(): path for path in files}
     found, missing = list[Path](), list[Path]()
     for image in images:
         parts = PurePath(image).with_suffix("").parts

@@ -10,9 +10,10 @@ blank means none.
 
 import logging
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -183,17 +184,24 @@ def _by_image(file: Path, names: Sequence[str], splits: Sequence[LabeledImages])
     twice = [name for name, number in Counter(names).items() if number > 1]
     if twice:
         raise InputError(f"{file} has several rows of {shortened(twice)}; keep one row per image")
-    images = [name for split in splits for name in _files(split)]
+    paths = [(image, Path(image)) for split in splits for image in _files(split)]
     by_path = {str((file.parent / name).absolute()): row for row, name in enumerate(names)}
-    if any(image in by_path for image in images):
+    if any(image in by_path for image, _ in paths):
         return by_path
-    by_name = {Path(name).name: row for row, name in enumerate(names)}
-    by_stem = {Path(name).stem: row for row, name in enumerate(names)}
-    found = {image: by_name.get(Path(image).name, by_stem.get(Path(image).stem)) for image in images}
-    repeated = [names[row] for row, number in Counter(found.values()).items() if row is not None and number > 1]
+    by_name, by_stem = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
+    for row, name in enumerate(names):
+        by_name[Path(name).name].append(row)
+        by_stem[Path(name).stem].append(row)
+    found = {image: by_name[path.name] or by_name[path.stem] or by_stem[path.stem] for image, path in paths}
+    counts = Counter(chain.from_iterable(found.values()))
+    repeated = {
+        names[rows[0]]: None for rows in found.values() if len(rows) > 1 or any(counts[row] > 1 for row in rows)
+    }
     if repeated:
-        raise InputError(f"several images have the names {shortened(repeated)} of {file}; give paths from its folder")
-    return {image: row for image, row in found.items() if row is not None}
+        raise InputError(
+            f"several images or rows have the names {shortened(repeated)} of {file}; give paths from its folder"
+        )
+    return {image: rows[0] for image, rows in found.items() if rows}
 
 
 def _files(images: LabeledImages) -> list[str]:

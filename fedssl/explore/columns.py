@@ -11,6 +11,7 @@ from fedssl.pages import base64_of
 MISSING = "(none)"
 _MAX_NUMBERS = 20  # different numbers up to which each has a color; more are divided into ranges
 _RANGES = 6
+_DIGITS, _EXACT = 6, 17  # of the ends of ranges: usually, and of float64
 
 
 @dataclass(frozen=True)
@@ -86,4 +87,9 @@ def _ranges(title: str, numbers: np.ndarray) -> Column:
     known = ~np.isnan(numbers)
     edges = np.unique(np.quantile(numbers[known], np.linspace(0, 1, _RANGES + 1)))
     codes = np.where(known, np.clip(np.searchsorted(edges, numbers, side="right") - 1, 0, len(edges) - 2), -1)
-    return coded(title, codes, [f"{low:g} to {high:g}" for low, high in itertools.pairwise(edges)])
+    whole = len(f"{np.abs(edges).max():.0f}")  # digits, with which no number has an exponent
+    for digits in range(min(max(_DIGITS, whole), _EXACT), _EXACT + 1):
+        texts = [f"{edge:.{digits}g}" for edge in edges]
+        if len({*texts}) == len(texts):
+            break
+    return coded(title, codes, [f"{low} to {high}" for low, high in itertools.pairwise(texts)])

@@ -76,6 +76,8 @@ def test_iou_by_hand_and_by_scikit_learn():
 
 def test_masks_have_the_square_of_their_images(tmp_path: Path):
     subject = write(tmp_path)
+    for mask in (tmp_path / "masks").rglob("*.png"):
+        mask.with_suffix(".xml").write_text("outlines of the same image")
     masks = read_masks(subject.train, str(tmp_path / "masks"))
     assert masks.shape == (6, 16, 16)
     for number in range(6):  # 20 x 16: the square are the columns 2 to 17, which are not scaled

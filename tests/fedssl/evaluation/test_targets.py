@@ -92,11 +92,19 @@ def test_csv_files_name_images_by_path_or_by_name(tmp_path: Path):
     assert result.names == ("x", "y")
     assert read_csv(tmp_path, by_path, columns=["y"]).names == ("y",)
     assert read_csv(tmp_path, by_path.replace(",", ";")).names == ("x", "y")
-    with pytest.raises(InputError, match=r"several images have the names a.png of .*t.csv; give paths from its folder"):
+    with pytest.raises(
+        InputError, match=r"several images or rows have the names a.png of .*t.csv; give paths from its folder"
+    ):
         read_csv(tmp_path, "file,x\na.png,1\nb.png,2\n")
     (tmp_path / "test/a.png").rename(tmp_path / "test/c.png")
     result = read_csv(tmp_path, "id,x\na,1\nb,2\nc,3\n")
     assert (result.train[:, 0].tolist(), result.test[:, 0].tolist()) == ([1, 2], [3])
+    for old, new in (("train/a", "train/v1.0"), ("train/b", "train/v1.1")):  # whose endings without the true one differ
+        (tmp_path / f"{old}.png").rename(tmp_path / f"{new}.png")
+    result = read_csv(tmp_path, "id,x\nv1.0,1\nv1.1,2\nc,3\n")
+    assert (result.train[:, 0].tolist(), result.test[:, 0].tolist()) == ([1, 2], [3])
+    with pytest.raises(InputError, match="several images or rows have the names c.1 of "):
+        read_csv(tmp_path, "id,x\nv1.0,1\nc.1,2\nc.2,3\n")
 
 
 @pytest.mark.parametrize(
