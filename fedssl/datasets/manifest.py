@@ -57,7 +57,9 @@ def names_image(text: str) -> bool:
 def _table(file: Path, _modified: int) -> pa.Table:
     if file.suffix.lower() == ".jsonl":
         content = decoded(file).encode()
-        return json.read_json(pa.BufferReader(content), json.ReadOptions(block_size=len(content) + 1))  # long lines
+        table = json.read_json(pa.BufferReader(content), json.ReadOptions(block_size=len(content) + 1))  # long lines
+        dates = [column.cast(pa.string()) if pa.types.is_temporal(column.type) else column for column in table.columns]
+        return pa.table(dates, table.column_names)
     text, delimiter = csv_text(file)
     parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     convert = csv.ConvertOptions(strings_can_be_null=True)
@@ -74,9 +76,11 @@ def _table(file: Path, _modified: int) -> pa.Table:
 
 
 def _as_written(name: str, column: pa.ChunkedArray, texts: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a column, or its texts if these are numbers with leading zeros; log words that count as missing."""
-    if pa.types.is_integer(column.type) and any(map(_ZERO_PADDED.match, texts.to_pylist())):
-        return pa.chunked_array([[text or None for text in texts.to_pylist()]])
+    """Return a column, or its texts for dates and numbers with leading zeros; log words that count as missing."""
+    is_padded = pa.types.is_integer(column.type) and any(map(_ZERO_PADDED.match, texts.to_pylist()))
+    if is_padded or pa.types.is_temporal(column.type):
+        pairs = zip(texts.to_pylist(), column.to_pylist(), strict=True)
+        return pa.chunked_array([[None if value is None else text for text, value in pairs]])
     if pa.types.is_string(column.type) and column.null_count:
         words = [text for text, value in zip(texts.to_pylist(), column, strict=True) if not value.is_valid and text]
         if words:

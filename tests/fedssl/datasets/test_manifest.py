@@ -102,6 +102,17 @@ def test_names_without_an_ending_are_completed(images: Path) -> None:
         read(images, text)
 
 
+def test_dates_and_times_are_names(images: Path) -> None:
+    days = ["2024-01-05", "2023-12-01", "2024-01-05"]
+    text = "".join(f"my images/{number}.png,{day},1{number % 2}:30\n" for number, day in enumerate(days))
+    data = read(images, f"path,label,group\n{text}my images/3.png,NaN,11:30\n", group="group")
+    assert (data.classes, data.labels.tolist()) == (("2023-12-01", "2024-01-05"), [1, 0, 1, -1])
+    assert data.groups.tolist() == [0, 1, 0, 1]
+    lines = [f'{{"path": "my images/{number}.png", "label": "{day}"}}' for number, day in enumerate(days)]
+    (images / "list.jsonl").write_text("\n".join(lines))
+    assert read(images, "", path=str(images / "list.jsonl")).labels.tolist() == [1, 0, 1]
+
+
 def test_missing_files_are_counted_and_may_be_skipped(images: Path) -> None:
     text = "path,label\nmy images/1.png,a\ngone/2.png,b\n,a\nmy images/3.png,b\n"
     message = r"^2 of the 4 image files that .*list\.csv names do not exist, such as .*gone/2\.png.*; correct the paths"
