@@ -16,7 +16,6 @@ from torch import Tensor
 from fedssl.augmentation.recipe import ViewOptions
 from fedssl.datasets.raster import maximum
 
-LARGEST = 64  # height and width of an image and of a view, in pixels
 ROWS = 16  # numbers per image and view: 12 `Parameters`, and the order of the 4 jitter operations
 
 

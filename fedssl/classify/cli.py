@@ -70,7 +70,9 @@ def run(overrides: Sequence[str]) -> str:
     if options.next is not None and pool is not None:
         chosen = _label_next(pool, labeled, model, options)
         texts[options.next] = to_csv(_rows_to_label(pool, model, chosen, options.next))
-        lines.append(f"{len(chosen):,} images to label next: {options.next}")
+        are_parts = any(place.part for place in pool.images.places(np.sort(pool.rows[chosen])))
+        hint = "; some are parts of files: write their labels beside the images, not into this table" * are_parts
+        lines.append(f"{len(chosen):,} images to label next: {options.next}{hint}")
     if options.onnx is not None and labeled is not None and model is not None:
         difference = write_onnx(options, embedder, model, labeled.embeddings.decode(labeled.rows[:NUM_CHECKED]))
         lines.append(f"encoder and classifier, with a largest difference of {difference:.1e}: {options.onnx}")

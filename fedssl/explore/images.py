@@ -4,25 +4,22 @@ Thumbnails are on sheets: WebP images with many of them each, in base64.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+from PIL import Image
 
+from fedssl.datasets.raster import convert
 from fedssl.embedding.embedder import Embedder
 from fedssl.embedding.embeddings import check_readable, progress_bar
 from fedssl.embedding.image_list import Block, ImageList
 from fedssl.explore.columns import Column, coded, column_of
+from fedssl.pages import base64_of
 from fedssl.seeding import numpy_generator
 
 if TYPE_CHECKING:  # it imports torch
     from fedssl.explore.run_images import RunImages
-from dataclasses import field
-
-from PIL import Image
-
-from fedssl.datasets.raster import convert
-from fedssl.pages import base64_of
 
 _THUMBNAILS = 256  # decoded at once
 SIZES = (96, 80, 64, 48, 32, 16)  # heights and widths; multiples of WebP's blocks, so that neighbors do not mix
