@@ -265,8 +265,10 @@ def _keep_settings_of(choice: DictConfig, node: DictConfig) -> None:
 
 
 def hydra_value(overrides: Sequence[str], key: str) -> Any:
-    """Return a setting of Hydra itself, e.g. ``sweep.dir``; only its own overrides and the experiment matter."""
-    chosen = [override for override in overrides if override.startswith(("hydra", "experiment="))]
+    """Return a setting of Hydra itself, e.g. ``sweep.dir``; only its own overrides and a single experiment matter."""
+    single = [override for override in parse(overrides) if not override.is_sweep_override()]
+    experiments = [str(override.input_line) for override in single if override.key_or_group == "experiment"]
+    chosen = [*experiments, *(override for override in overrides if override.startswith("hydra"))]
     try:
         with initialized_hydra(str(CONF)):
             return OmegaConf.select(hydra_compose("config", overrides=chosen, return_hydra_config=True).hydra, key)

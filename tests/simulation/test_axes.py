@@ -5,7 +5,7 @@ import pytest
 from fedssl.config.compose import resolve_config
 from fedssl.errors import InputError
 from simulation.axes import axes_of, expand_axes, with_experiment_values
-from simulation.sweep import plan_jobs, split_options
+from simulation.sweep import new_sweep_folder, plan_jobs, split_options
 
 REVIEW = ["experiment=review", "strategy=fedavg,fedu", "seed=0"]
 BASE = ["partition.alpha=0.1", "experiment=review"]
@@ -25,6 +25,13 @@ def test_an_experiment_sweeps_values_unless_they_are_given():
     assert with_experiment_values(["seed=0,1"]) == ["seed=0,1"]
     given = with_experiment_values(["experiment=review", "partition=iid"])
     assert not any(override.startswith("partition.alpha") for override in given)
+
+
+def test_experiments_are_swept(tmp_path):
+    words = ["experiment=digits_conflict,digits_methods", "seed=0"]
+    folder = new_sweep_folder([*words, f"hydra.sweep.dir={tmp_path / 'sweep'}"])
+    jobs = jobs_of(folder, *words)
+    assert jobs == [["experiment=digits_conflict", "seed=0"], ["experiment=digits_methods", "seed=0"]]
 
 
 def test_one_factor_at_a_time(tmp_path):
