@@ -1,6 +1,7 @@
 """Features in a file of ``fedssl-embed``, compared with the images and the encoder that they belong to."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,9 @@ from fedssl.embedding.embedder import Embedder
 from fedssl.embedding.formats import EMBEDDING
 from fedssl.errors import InputError
 from fedssl.explore.images import PathImages
+
+_CHECKED = 8  # images whose features are computed if a file does not state its encoder
+_ROUNDING = 1e-2  # of features on other devices, relative to the largest
 
 
 def read_features(file: Path, images: PathImages, embedder: Embedder) -> dict[str, np.ndarray]:
@@ -43,14 +47,29 @@ def read_features(file: Path, images: PathImages, embedder: Embedder) -> dict[st
         )
     if not np.isfinite(features).all():
         raise InputError(f"embeddings={file} has values that are NaN or infinite; {again}")
-    known = dict(zip(names, features, strict=True))
-    missing = [name for name in images.names(np.arange(len(images))) if name not in known]
+    known, listed = dict(zip(names, features, strict=True)), images.names(np.arange(len(images)))
+    missing = [name for name in listed if name not in known]
     if missing and (len(missing) == len(images) or "images" not in about):
         raise InputError(
             f"embeddings={file} has no features of {len(missing):,} of {len(images):,} images, such as {missing[0]}; "
             f"{again}"
         )
+    if not about and not _agree(known, images, embedder, listed):
+        raise InputError(
+            f"embeddings={file} has other features than this encoder gives some of the images; set run=, images= and "
+            f"dataset.* as for fedssl-embed, or {again}"
+        )
     return known
+
+
+def _agree(known: Mapping[str, np.ndarray], images: PathImages, embedder: Embedder, names: Sequence[str]) -> bool:
+    """Return whether the features of some images are those that the encoder computes, as another backend rounds."""
+    rows = np.linspace(0, len(names) - 1, min(_CHECKED, len(names))).astype(int)
+    (block,) = images.images.at(rows).blocks(len(rows))
+    computed = embedder(block.images)
+    found = [known[names[rows[row]]] for row in block.rows]
+    tolerance = _ROUNDING * np.abs(computed).max(initial=0)
+    return all(np.abs(one - other).max() <= tolerance for one, other in zip(found, computed, strict=True))
 
 
 def _read_parquet(file: Path) -> tuple[list[str], np.ndarray, dict[str, str]]:

@@ -57,9 +57,13 @@ def test_features_of_a_file_are_not_computed(
     file = run.parent / f"features.{ending}"
     embed_cli.run([f"run={run}", f"images={photos}", f"out={file}", "device=cpu"])
     _, expected = explore(run, f"images={photos}")
-    monkeypatch.setattr(Embedder, "__call__", lambda *_: pytest.fail("computed"))
+    compute, computed = Embedder.__call__, []
+    monkeypatch.setattr(
+        Embedder, "__call__", lambda self, images: computed.append(len(images)) or compute(self, images)
+    )
     assert explore(run, f"images={photos}", f"embeddings={file}")[1] == expected
     assert len(explore(run, f"images={photos}", f"embeddings={file}", "limit=7")[1]["names"]) == 7
+    assert computed == ([8, 8] if ending == "npy" else [])  # to recognize the encoder
 
 
 def test_features_of_other_images_or_encoders_are_refused(run: Path, photos: Path, tmp_path: Path) -> None:
@@ -78,6 +82,7 @@ def test_features_of_other_images_or_encoders_are_refused(run: Path, photos: Pat
         (run, tmp_path / "other", "features.parquet", "of other images"),
         (run, tmp_path / "other", "features.npy", "no features of 1 of 1 images, such as new.png"),
         (tmp_path / "second", photos, "features.parquet", "of another encoder"),
+        (tmp_path / "second", photos, "features.npy", "has other features than this encoder gives some of the images"),
         (run, photos, "nan.npy", "NaN or infinite"),
         (run, photos, "narrow.npy", "16 dimensions"),
         (run, photos, "damaged.parquet", "damaged"),
