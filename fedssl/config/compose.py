@@ -108,7 +108,7 @@ def validate_names(overrides: Sequence[str]) -> Mapping[str, Any]:
     swept = [o.key_or_group for o in parsed if o.is_sweep_override() and o.key_or_group in known_groups]
     for override in parsed:
         key = override.key_or_group
-        if override.is_delete() and key.split(".")[0] not in ("evaluation", "final_evaluation"):
+        if override.is_delete() and not key.startswith(("evaluation.", "final_evaluation.")):
             raise InputError(f"~{key} deletes a required setting; set it to another value instead")
         open_key = override.is_add() or override.is_force_add() or override.is_delete() or key.startswith("hydra")
         below_swept = any(key.startswith(f"{group}.") for group in swept)
@@ -169,7 +169,7 @@ def _statistics(node: Any, prefix: str = "") -> Iterator[tuple[str, list[float]]
     channels = node.get("channels")
     for name, value in node.items():
         if name in ("mean", "std") and isinstance(value, list) and isinstance(channels, int) and value:
-            if len(value) != channels:
+            if len(value) != channels and all(isinstance(number, int | float) for number in value):
                 yield f"{prefix}{name}", list(statistic_of_channels(value, channels))
         else:
             yield from _statistics(value, f"{prefix}{name}.")

@@ -80,9 +80,12 @@ def check_types(config: DictConfig, defaults: Mapping[str, Any]) -> None:
         infinite = [number for number in numbers if isinstance(number, float) and not math.isfinite(number)]
         if infinite:
             raise InputError(f"{key}={value} contains {infinite[0]}; set a finite number")
-    for group in ("aggregation", "early_stopping"):
-        if config.get(group) is None:
-            raise InputError(f"{group}=null deletes a group of settings; set each of them, e.g. {group}.KEY=null")
+    for group in ("aggregation", "early_stopping", "client_state", "statistics", "feature_shift", "dataset.splits"):
+        node = OmegaConf.select(config, group)
+        if not isinstance(node, DictConfig) and (group, node) != ("feature_shift", None):
+            raise InputError(
+                f"{group}={as_yaml(node)} replaces a group of settings; set each of them, e.g. {group}.KEY=null"
+            )
 
 
 def check_constraints(config: DictConfig, defaults: Mapping[str, Any]) -> set[str]:
