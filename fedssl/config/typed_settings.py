@@ -183,6 +183,10 @@ def _calibration(config: DictConfig) -> CalibrationSettings | None:
     node = config.calibration
     if not node.when:
         return None
+    if node.dataset is not None and "splits" not in node.dataset:
+        raise InputError(
+            f"calibration.dataset={node.dataset} is no data set; leave it out, or add +dataset@calibration.dataset=NAME"
+        )
     return CalibrationSettings(
         when=node.when,
         data=read_data(node.dataset or config.dataset),

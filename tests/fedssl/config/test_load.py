@@ -89,6 +89,7 @@ def test_every_file_composes(overrides):
         (["clip_norm=0"], r"clip_norm=0 must be a number above 0, or null; the default is null"),
         (["clip_norm=long"], r"clip_norm=long must be a number above 0, or null; the default is null"),
         (["seed=-1"], r"seed=-1 must be an integer of at least 0; the default is 0"),
+        (["calibration=auxiliary", "calibration.dataset={a:1}"], "calibration.dataset={'a': 1} is no data set"),
         (["dataset.mean=[1,x]"], r"dataset.mean=\[1, 'x'\] must be a list of numbers"),
         (["~strategy"], r"~strategy deletes a required setting"),
         (["~evaluation"], r"~evaluation deletes a required setting"),
