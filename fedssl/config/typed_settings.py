@@ -38,7 +38,7 @@ from fedssl.config.settings import (
     TrainingSettings,
 )
 from fedssl.config.statistics_settings import StatisticsSettings
-from fedssl.datasets.splits import same_split
+from fedssl.datasets.splits import HELD_OUT, same_split, split_of_word
 from fedssl.errors import InputError
 
 if TYPE_CHECKING:
@@ -149,7 +149,9 @@ def read_data(node: DictConfig) -> DataSettings:
     held_out = node.get("held_out")
     held_out = [] if held_out is None else [held_out] if isinstance(held_out, str) else list(held_out)
     reader = _component(node, without=not_for_reader)
-    if held_out and "test_fraction" in reader.values:  # all of their images are for the test, and none of the others
+    # All images of these domains, or of a test with a name of its own, are for the test, and none of the others.
+    has_own_test = held_out or test is None or split_of_word(test) not in HELD_OUT
+    if has_own_test and "test_fraction" in reader.values:
         reader = Component({**reader.values, "test_fraction": 0.0})
     return _read(
         DataSettings,

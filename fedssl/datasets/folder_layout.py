@@ -21,7 +21,7 @@ from fedssl.datasets.formats import FORMAT_OF, SUFFIXES, is_zarr
 from fedssl.datasets.image_index import Query, SequenceIndex
 from fedssl.datasets.listing import Listing, ending_of
 from fedssl.datasets.sources import Source
-from fedssl.datasets.splits import HELD_OUT, matching, split_of
+from fedssl.datasets.splits import HELD_OUT, is_held_out_of, matching, split_of
 from fedssl.errors import InputError, shortened
 from fedssl.logs import log_once
 
@@ -67,11 +67,8 @@ def list_split(source: Source, query: Query) -> SequenceIndex:
             f"{below} has no split {split!r}, only {shortened(others)}; name one of them in dataset.splits, or set "
             f"dataset.split_folders={'false if they are no splits' if names else 'true if its subfolders are splits'}"
         )
-    if test_fraction and not held_out and {*chosen} < {*train}:
-        raise InputError(
-            f"dataset.splits names {split!r}, but dataset.test_fraction={test_fraction} is held out of all of "
-            f"{shortened(train)}; set dataset.test_fraction=0"
-        )
+    if test_fraction and not held_out:
+        is_held_out_of(chosen, train, split=split, fraction=test_fraction)
     part = _joined(parts, chosen)
     if train and chosen != train:
         warnings += _compared(part, _joined(parts, train), classes)

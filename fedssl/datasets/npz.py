@@ -23,7 +23,7 @@ from fedssl.datasets.labels import joined, label_column
 from fedssl.datasets.npy import as_images, npy_bytes, read_header
 from fedssl.datasets.sources import Source
 from fedssl.datasets.split_files import split_in
-from fedssl.datasets.splits import HELD_OUT, matching, split_of, split_of_word
+from fedssl.datasets.splits import HELD_OUT, is_held_out_of, matching, split_of, split_of_word
 from fedssl.errors import InputError, sanitize, shortened
 from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.safe_io import open_regular_file
@@ -44,6 +44,9 @@ def index_file(source: Source, file: Path, query: Query, *, is_alone: bool = Tru
         name = _of_split(split, names, file=file)
         if name is None:
             return None
+        split = split_of(name) or split  # of its labels
+        train = matching("train", names) or [name for name in names if not any(map(split_of, names))]
+        shared = shared and is_held_out_of([name], train, split=query.split, fraction=query.test_fraction)
         shape, dtype = _header(archive, name)
         _check_pixels(shape, dtype, query.decoding.channels, f"{file}: {name}")
         labels, classes = _labels(archive, query, split, shape[0], file=file)

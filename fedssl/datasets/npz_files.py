@@ -14,8 +14,8 @@ from fedssl.datasets.image_index import Query, SequenceIndex
 from fedssl.datasets.labels import LabelColumn, joined
 from fedssl.datasets.npz import ArrayImages, ArrayIndex, index_file
 from fedssl.datasets.sources import Source
-from fedssl.datasets.split_files import files_of_split, has_held_out
-from fedssl.datasets.splits import HELD_OUT, split_of_word
+from fedssl.datasets.split_files import files_of_split, has_held_out, training_files
+from fedssl.datasets.splits import HELD_OUT, is_held_out_of, split_of_word
 
 
 def index_arrays(source: Source, query: Query) -> SequenceIndex | None:
@@ -26,7 +26,9 @@ def index_arrays(source: Source, query: Query) -> SequenceIndex | None:
     kind = split_of_word(query.split)
     shared = query.test_fraction > 0 and not has_held_out(source)
     wanted = "train" if shared and kind in HELD_OUT else query.split
-    chosen = files if query.split_folders is False else files_of_split(source, wanted)
+    train, chosen = files, files
+    if query.split_folders is not False:
+        train, chosen = training_files(source), files_of_split(source, wanted)
     parts = {file: part for file in files if (part := index_file(source, file, query, is_alone=False))}
     columns = {}
     for file, part in parts.items():
@@ -41,7 +43,7 @@ def index_arrays(source: Source, query: Query) -> SequenceIndex | None:
         _merged([parts[file] for file in chosen]),
         labels=labels if is_labeled else None,
         classes=classes if is_labeled else (),
-        shared=shared and (kind in HELD_OUT or kind == "train"),
+        shared=shared and is_held_out_of(chosen, train, split=query.split, fraction=query.test_fraction),
     )
 
 

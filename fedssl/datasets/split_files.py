@@ -25,9 +25,7 @@ def files_of_split(source: Source, split: str) -> list[Path]:
     """
     names = source.files
     kinds = {file: split_in(name) for file, name in names.items()}
-    # A folder may hold further splits that begin with the same word (train_0).
-    files = [file for file, name in names.items() if _shard_of(name) == split.lower()]
-    files = files or _files_of(split, names, kinds)
+    files = _files_of(split, names, kinds)
     if not files and split != "test":
         remedy = (
             "set dataset.splits.federated and dataset.splits.train to a word in these names, and dataset.splits.test "
@@ -52,12 +50,21 @@ def files_of_split(source: Source, split: str) -> list[Path]:
     return sorted(files)
 
 
+def training_files(source: Source) -> list[Path]:
+    """Return the files for training; empty if all are of other splits."""
+    return _files_of("train", source.files, {file: split_in(name) for file, name in source.files.items()})
+
+
 def has_held_out(source: Source) -> bool:
     """Return whether a file is of a split that is not for training."""
     return any(split_in(name) in HELD_OUT for name in source.listing.paths)
 
 
 def _files_of(split: str, names: Mapping[Path, str], kinds: Mapping[Path, str | None]) -> list[Path]:
+    # A folder may hold further splits that begin with the same word (train_0).
+    shards = [file for file, name in names.items() if _shard_of(name) == split.lower()]
+    if shards:
+        return shards
     kind = split_of_word(split)
     if kind is None:
         word = re.compile(rf"(?<![a-z]){re.escape(split.lower())}(?![a-z])")

@@ -5,7 +5,9 @@ characters ``- . _``, spaces and digits: ``Training``, ``seg_test``, ``val2017``
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+
+from fedssl.errors import InputError, shortened
 
 _WORDS = {
     "train": ("train", "training"),
@@ -40,3 +42,16 @@ def matching(split: str, names: Iterable[str]) -> list[str]:
     names, kind = list(names), split_of_word(split)
     exact = [name for name in names if name.lower() == split.lower()]
     return exact or [name for name in names if kind is not None and split_of(name) == kind]
+
+
+def is_held_out_of(chosen: Collection[object], train: Collection[object], *, split: str, fraction: float) -> bool:
+    """Return whether a test share is held out of the chosen parts of a data set: if they are those for training.
+
+    Raise an `InputError` if they are some of these, because the share is one of all.
+    """
+    if chosen and {*chosen} < {*train}:
+        raise InputError(
+            f"dataset.splits names {split!r}, but dataset.test_fraction={fraction} is held out of all of "
+            f"{shortened(map(str, train))}; set dataset.test_fraction=0"
+        )
+    return {*chosen} == {*train}

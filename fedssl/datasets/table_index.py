@@ -29,8 +29,8 @@ from fedssl.datasets.labels import class_names, missing_labels, read_labels
 from fedssl.datasets.listing import ending_of, is_file
 from fedssl.datasets.shards import KEY, is_shard, stored_images
 from fedssl.datasets.sources import Source
-from fedssl.datasets.split_files import files_of_split, has_held_out
-from fedssl.datasets.splits import HELD_OUT, matching, split_of_word
+from fedssl.datasets.split_files import files_of_split, has_held_out, training_files
+from fedssl.datasets.splits import HELD_OUT, is_held_out_of, matching, split_of_word
 from fedssl.datasets.tables import (
     arrow_records,
     check_image_column,
@@ -69,7 +69,8 @@ def index_tables(source: Source, query: Query) -> ImageIndex | None:
     shared = fraction > 0 and not has_held_out(source)
     held_out = shared and kind in HELD_OUT
     chosen = files_of_split(source, "train" if held_out else query.split)
-    return index_rows(chosen, query, data_set=files, shared=shared and (held_out or kind == "train"))
+    shared = shared and is_held_out_of(chosen, training_files(source), split=query.split, fraction=fraction)
+    return index_rows(chosen, query, data_set=files, shared=shared)
 
 
 def _index_by_column(source: Source, files: Sequence[Path], query: Query, column: str) -> ImageIndex | None:
@@ -87,7 +88,11 @@ def _index_by_column(source: Source, files: Sequence[Path], query: Query, column
             f"{source.path}: the column {column} has no split {query.split!r}, only {shortened(names)}; name one of "
             "them in dataset.splits, or set dataset.split_column=null if it has no splits"
         )
-    return index_rows(files, query, data_set=files, shared=shared, chosen=np.isin(splits, chosen)) if chosen else None
+    if not chosen:
+        return None
+    train = matching("train", names)
+    shared = shared and is_held_out_of(chosen, train, split=query.split, fraction=query.test_fraction)
+    return index_rows(files, query, data_set=files, shared=shared, chosen=np.isin(splits, chosen))
 
 
 def index_hub(hub: str, query: Query) -> ImageIndex | None:

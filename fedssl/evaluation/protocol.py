@@ -144,7 +144,7 @@ def evaluation_problem(data: DataSettings, *, needs_labels: bool = True) -> str 
         remedies = [f"set dataset.splits.{split} to a split with {labels}images"]
         if load_split(data, split) is None:
             reason = "names no images"
-            if split == "test" and keys.get("test_fraction") == 0:
+            if split == "test" and keys.get("test_fraction") == 0 and data.test is not None:
                 remedies.append("hold out a share of the training images with dataset.test_fraction=0.2")
             elif split == "test" and not needs_labels and "folders" in keys:  # only labeled images are held out
                 remedies.append("divide the files into folders train and test")
