@@ -168,11 +168,14 @@ class Orchestra(EMATargetMethod):
         self.register_buffer(CENTROIDS, torch.zeros(global_clusters, dim))
 
     def inputs(self, views: Views) -> Views:
-        """Append the rotated first view, see `rotate_quarters`."""
-        return Views((*views, View(rotate_quarters(views[0].images))))
+        """Return the rotated first view (see `rotate_quarters`), the second one, and the first one as it is.
+
+        Regularizers use the first two.
+        """
+        return Views((View(rotate_quarters(views[0].images)), views[1], views[0]))
 
     def loss(self, views: Views) -> Tensor:
-        view1, view2, turned = views.images
+        turned, view2, view1 = views.images
         quarters = torch.arange(len(turned), device=turned.device) % 4
         rotation = F.cross_entropy(self.rotation(self.projector(self.encoder(turned))).float(), quarters)
         z2 = self.projector(self.encoder(view2))

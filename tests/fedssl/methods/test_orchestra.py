@@ -23,6 +23,7 @@ from fedssl.methods.orchestra import (
     rotate_quarters,
 )
 from fedssl.model_arrays import exchanged_names, local_names, read_layers
+from fedssl.training import capture_outputs
 from fedssl.views import Views
 from strategies.types import GLOBAL
 from tests.federation import Federation
@@ -117,6 +118,14 @@ def test_loss_is_consistency_plus_turns():
     expected = consistency(z2, target1, method.centroids, temperature=0.1) + F.cross_entropy(logits, quarters)
     torch.testing.assert_close(method.loss(method.inputs(Views.of(view1, view2))), expected, rtol=0, atol=0)
     assert method.loss(method.inputs(Views.of(view1, view2))).shape == ()
+
+
+def test_regularizers_get_outputs_of_the_first_two_views():
+    method = make_method()
+    given = method.inputs(Views.of(*views()))
+    with capture_outputs(method, "encoder") as outputs:
+        method.loss(given)
+    assert all(torch.equal(h, method.encoder(view)) for h, view in zip(outputs, given.images[:2], strict=True))
 
 
 def test_parts_and_who_has_them():
