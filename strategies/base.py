@@ -161,8 +161,8 @@ class ClientStrategy:
     trainings_per_round: int = 1  # for cost estimates
     # Whether `select_model` compares models with the client's state. An unseen client, which has none, trains first.
     selects_by_state: bool = False
-    # Whether a client may start from its own values of the encoder's exchanged layers instead of the downloaded ones.
-    starts_from_own_layers: bool = False
+    # Whether a client uses own values of the encoder's exchanged layers together with downloaded ones.
+    mixes_own_layers: bool = False
     term: Regularizer | None = None  # term of the local loss, added to the regularizer of the settings
     # Returns changed layers to upload from those of `layers_to_upload`.
     change_upload: Callable[[SSLMethod, TrainPlan, Layers], Layers] | None = None

@@ -248,7 +248,7 @@ class EUCServer(ServerStrategy):
 class EUCClient(ClientStrategy):
     """Client that trains its own weights for layers that it does not download, and saves those not uploaded."""
 
-    starts_from_own_layers = True
+    mixes_own_layers = True
 
     def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
         return replace(usual, local_state=", ".join(["layers that are not averaged in the round", *method.local_parts]))

@@ -92,6 +92,7 @@ class MOONClient(ClientStrategy):
     def __init__(self, *, weight: float, temperature: float) -> None:
         check_arguments("strategy", owner="MOON", weight=weight, temperature=temperature)
         self._keeps_last = weight > 0
+        self.mixes_own_layers = self._keeps_last  # the copies have the base layers of the trained model
         self.term = self._contrast = ModelContrast(weight=weight, temperature=temperature)
 
     def start_term(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> None:

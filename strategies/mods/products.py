@@ -60,9 +60,14 @@ def changed_weights_fit(parts: RunParts) -> Problem:
     aggregation, name = low_rank_aggregation(settings), settings.recording.choices["strategy"]
     if aggregation not in CHANGING_WEIGHTS:
         return None
-    if parts.strategy.client.starts_from_own_layers:
+    if parts.strategy.client.mixes_own_layers:
         return (
-            f"clients of strategy={name} start from factors of their own, which do not fit the weights that "
+            f"clients of strategy={name} keep factors of their own, which do not fit the weights that "
+            f"tuning.aggregation={aggregation} changes; set tuning.aggregation=svd, factors or freeze_a"
+        )
+    if parts.regularizer.uses_initial_encoder:
+        return (
+            f"regularizer={settings.recording.choices['regularizer']} compares with the initial encoder, whose weights "
             f"tuning.aggregation={aggregation} changes; set tuning.aggregation=svd, factors or freeze_a"
         )
     if target_init == "average" or (aggregation == "stack" and target_init == "persist"):
