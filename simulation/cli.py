@@ -97,6 +97,8 @@ def _run_sweep(overrides: Sequence[str]) -> int:
     """Run or resume a sweep, and return its exit status."""
     options, overrides = split_options(overrides)
     resumed = folder_to_resume(overrides)
+    if resumed and (other := by_key(overrides).get(FOLDER_KEY)):
+        raise InputError(f"{other} but resume={resumed} continues in its folder; leave out {FOLDER_KEY}")
     folder = resumed or new_sweep_folder(overrides)
     with sweep_lock(folder):
         new = [override for override in overrides if not (resumed and override.startswith("resume="))]

@@ -301,6 +301,8 @@ def test_a_sequential_sweep_stops_with_the_command_that_resumes_it(tmp_path, mon
     with pytest.raises(KeyboardInterrupt, match="; continue with: fedssl -m 'hydra") as stopped:
         cli._run_sweep([searchpath_override([tmp_path]), *QUICK, "seed=0,1", "hydra.sweep.dir='a, b'", "sweep.jobs=1"])
     assert yaml.safe_load((tmp_path / "a, b" / STATE_FILE).read_text())["jobs"].keys() == {"0", "1"}
+    with pytest.raises(InputError, match="hydra.sweep.dir=b but resume=.* continues in its folder; leave out hydra"):
+        cli._run_sweep(["resume='a, b'", "hydra.sweep.dir=b"])
     monkeypatch.setattr(cli, "run", run)
     command = shlex.split(str(stopped.value).partition("continue with: ")[2])
     assert cli._run_sweep([*literal_values(command[2:], sweep=True), "sweep.jobs=1"]) == 0
