@@ -17,7 +17,7 @@ hypothesis.settings.register_profile("busy", deadline=None, suppress_health_chec
 hypothesis.settings.load_profile("busy")  # a busy machine fails no test
 
 RENDERED = ("fedssl/plots", "fedssl/report", "examples/test_theory.py")
-RENDERED += ("strategies/test_gossip.py", "strategies/test_topology.py")
+RENDERED += ("fedssl/runs/test_snapshots.py", "strategies/test_gossip.py", "strategies/test_topology.py")
 """Tests of figures. In all others a run draws no figures, which takes half the time of a small run."""
 
 

@@ -96,7 +96,7 @@ def test_devices_are_upgraded_before_and_after_the_server(old, tmp_path):
         def join(name):
             """Invite a device with the new version, and set it up with the old one."""
             kit = {"server": f"127.0.0.1:{running.public}", "with_key": True, "output": tmp_path / f"{name}.kit"}
-            cli.invite(Namespace(**superlink, **kit, name=name, certificate=None))
+            cli.invite(Namespace(**superlink, **kit, names=[name], certificate=None))
             images = write_images(tmp_path / "images" / name, 9)
             folders = (f"images={images}", f"folder={tmp_path / name}", f"states={states[name]}")
             assert f"fedssl {OLD}, flwr" in device_command(old_environment, "setup", kit["output"], *folders)

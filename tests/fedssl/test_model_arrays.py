@@ -37,7 +37,8 @@ def test_strategies_with_methods_send_what_they_declare(tmp_path, name, kind):
     needs = set(federation.strategy.describe_communication(method).required_metrics)
     for plan, update in zip(federation.plans, federation.updates, strict=True):
         several = ["arrays-1"] if name in ("featarc", "clustered") else []  # models to choose from
-        assert set(plan) == {"arrays", "method-broadcast", "config", *several}
+        down, up = (["strategy-broadcast"], ["strategy-upload"]) if name == "scaffold" else ([], [])
+        assert set(plan) == {"arrays", "method-broadcast", "config", *several, *down}
         assert all(set(plan[other]) == set(plan["arrays"]) for other in several)
         assert ("model-index" in update["reply-config"]) == bool(several)
         known = {"round", "settings", "oldest-resumable-round", "lr-factor", "code-fingerprint"}
@@ -46,9 +47,9 @@ def test_strategies_with_methods_send_what_they_declare(tmp_path, name, kind):
         assert set(plan["arrays"]) <= travelling
         sent = {part_name(layer) for layer in plan["method-broadcast"]}
         assert sent | set(method.static_parts) == set(method.broadcast_parts)
-        assert set(update) == {"arrays", "method-upload", "metrics", "reply-config"}
-        up = plan["config"].get("upload-names")
-        assert set(update["arrays"]) == (travelling if up is None else set(up.splitlines()[1:]))
+        assert set(update) == {"arrays", "method-upload", "metrics", "reply-config", *up}
+        named = plan["config"].get("upload-names")
+        assert set(update["arrays"]) == (travelling if named is None else set(named.splitlines()[1:]))
         assert set(update["method-upload"]) == set(method.uploaded_parts)
         assert set(update["metrics"]) == needs | set(federation.settings.algorithm.reported_metrics)
 

@@ -156,6 +156,6 @@ def test_test_images_change_nothing_but_what_is_evaluated(tmp_path):
     shown = [[row.pop("spectrum") for row in rows] for rows in health]  # of test images
     assert health[0] == health[1]
     assert shown[0] != shown[1]
-    table = run_results([read_run(folder) for folder in folders]).table()
-    assert list(table.units) == ["linear_dec_ssl"]
-    assert "linear_dec_ssl (%)" in table.text()
+    results = run_results([read_run(folder) for folder in folders])
+    assert list(results.units) == ["linear_dec_ssl"]
+    assert "linear_dec_ssl (%)" in results.table().text()

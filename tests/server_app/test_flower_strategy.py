@@ -41,10 +41,10 @@ def test_the_server_app_of_the_docs_runs_the_same_rounds(tmp_path, monkeypatch):
     example = code + "    context.result = result\n"
     namespace = {}
     exec(compile(example, "extend.md", "exec"), namespace)
-    ours, theirs = Federation(tmp_path / "a", "strategy=l_dawa"), Federation(tmp_path / "b", "strategy=l_dawa")
+    ours, theirs = Federation(tmp_path / "a", "strategy=fedavg"), Federation(tmp_path / "b", "strategy=fedavg")
     ours.run(2)
     small = [word for word in TINY if not word.startswith("num_clients=")]
-    monkeypatch.setattr(fedssl, "compose", partial(fedssl.compose, *small))
+    monkeypatch.setattr(fedssl, "compose", partial(fedssl.compose, *small, output_dir=tmp_path / "c"))
     context = Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={})
     namespace["app"](grid=theirs.grid, context=context)
     layers = record_to_arrays(context.result.arrays)

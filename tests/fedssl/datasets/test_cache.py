@@ -64,8 +64,9 @@ def test_the_cache_key_covers_all_that_pixels_depend_on(images, location, reads,
 CHILD = """
 import sys, time
 from pathlib import Path
-from fedssl.datasets import cache, folder, image_index, storage
+from fedssl.datasets import cache, image_index, storage
 from fedssl.datasets.decoding import Decoding
+from tests.fedssl.datasets.stored import load
 cache.MIN_SECONDS_TO_CACHE, image_index.BATCH = 0, 2
 storage.DECODE_LOG_INTERVAL, storage.THREADS = 0.01, 2
 original = Decoding.each
@@ -75,10 +76,9 @@ def slow(source):
         log.write(f"{{source}}\\n")
     return source
 Decoding.each = lambda decoding, sources: original(decoding, map(slow, sources))
-form = dict(channels=3, size=20, limit=None, test_fraction=0)
 import hashlib
 for location in sys.argv[1:]:
-    images = folder.read("train", path="{images}", cache=location, **form)
+    images = load(Path("{images}"), "folder", location, test_fraction=0)
     print(hashlib.sha256(images.images[:].numpy().tobytes()).hexdigest(), images.labels.sum().item(), flush=True)
 """
 

@@ -83,8 +83,12 @@ def test_a_captured_step_gives_the_same_bits_for_every_method(method):
     overrides = [*overrides_of(method), "optimizer=sgd"]
     if not build_method(compose([*SMALL, *overrides]).model).cuda_graph_safe:
         pytest.skip("its steps differ")
-    recorded, recorder, plain = both_ways(*overrides)
-    assert (recorder.recorded, recorder.replayed) == (1, 8)
+    if method == "ibot":  # batches differ in the number of hidden patches
+        recorded, recorder, plain = both_ways(*overrides, rounds=8)
+        assert recorder.replayed > recorder.recorded > 0
+    else:
+        recorded, recorder, plain = both_ways(*overrides)
+        assert (recorder.recorded, recorder.replayed) == (1, 8)
     assert recorded.is_like(plain)
 
 

@@ -87,7 +87,7 @@ def check_only_own_script_runs(open_page: OpenPage, file: Path, title: str) -> N
     assert all("Content Security Policy" in message for message in page.messages)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # Playwright has a running event loop, which others may not have
 def browser() -> Iterator["Browser"]:
     api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
     with api.sync_playwright() as p:
