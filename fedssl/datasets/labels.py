@@ -14,8 +14,9 @@ from typing import TypeVar
 import numpy as np
 import pyarrow as pa
 
+from fedssl.datasets.column_types import is_bytes, is_text
 from fedssl.datasets.holdout import NO_LABEL
-from fedssl.datasets.tables import column_of, is_bytes, is_text, num_rows, schema_of
+from fedssl.datasets.tables import column_of, num_rows, schema_of
 from fedssl.errors import InputError
 
 MAX_NUMBER = 2**16  # larger numbers are identifiers, such as those of species: they count as names

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fedssl.datasets.column_types import array_dtype, is_byte_list, is_bytes, is_text, value_type
 from fedssl.datasets.decoding import Encoded
 from fedssl.datasets.image_index import FileRecords
 from fedssl.datasets.manifest import SUFFIXES as MANIFEST_SUFFIXES
@@ -40,18 +41,6 @@ def schema_of(file: Path, column: str | None = None) -> pa.Schema:
     """Return the columns of a file with their types; `InputError` if several have the name ``column``."""
     opened = _open(file, column)
     return opened.schema if isinstance(opened, pa.Table) else opened.schema_arrow
-
-
-def is_text(kind: pa.DataType) -> bool:
-    """Return whether a type is one of strings."""
-    return any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view))
-
-
-def is_bytes(kind: pa.DataType) -> bool:
-    """Return whether a type is one of byte strings."""
-    types = pa.types
-    tests = (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
-    return any(test(kind) for test in tests)
 
 
 def require_column(file: Path, column: str, remedy: str) -> pa.Schema:
@@ -89,7 +78,7 @@ def named_files(file: Path, column: str) -> list[Path | None] | None:
     schema = schema_of(file, column)
     if column not in schema.names:
         return None
-    kind = _value_type(schema.field(column).type)
+    kind = value_type(schema.field(column).type)
     if not is_text(kind) and not (pa.types.is_integer(kind) and file.suffix.lower() in MANIFEST_SUFFIXES):
         return None
     values = ("" if value is None else str(value) for value in column_of(file, column).to_pylist())
@@ -209,7 +198,7 @@ def image_column(file: Path) -> str:
     found = [name for name in schema.names if _is_image(schema.field(name).type, text=False)]
     found = found or [name for name in schema.names if name.lower() in _PATH_COLUMNS]
     if len(found) != 1:
-        texts = [name for name in found or schema.names if is_text(_value_type(schema.field(name).type))]
+        texts = [name for name in found or schema.names if is_text(value_type(schema.field(name).type))]
         named = [name for name in texts if names_image(next(iter(column_of(file, name).drop_null().to_pylist()), ""))]
         found = named or found
     if len(found) != 1:
@@ -240,7 +229,7 @@ def encoded_images(array: pa.Array, folder: Path) -> list[Encoded]:
     """Return the encoded images of a column in a file of ``folder``, or their files; no bytes for an empty row."""
     array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
     array = array.storage if isinstance(array, pa.ExtensionArray) else array
-    dtype = _array_type(array.type)
+    dtype = array_dtype(array.type)
     if dtype is not None:
         return [_array_file(value, dtype) for value in array.to_pylist()]
     if not pa.types.is_struct(array.type):
@@ -257,7 +246,7 @@ def image_files(file: Path, column: str) -> list[Path]:
     schema = schema_of(file, column)
     if column not in schema.names:
         return []
-    kind, parts = _value_type(schema.field(column).type), []
+    kind, parts = value_type(schema.field(column).type), []
     if pa.types.is_struct(kind):
         names = [field.name for field in kind]
         if "path" in names and ("bytes" not in names or has_nulls(file, column, "bytes")):
@@ -282,7 +271,7 @@ def _source(value: bytes | str | None, folder: Path) -> Encoded:
 
 def _values(array: pa.Array) -> list[bytes | str | None]:
     """Return bytes or paths; lists of bytes are joined."""
-    if not _is_byte_list(array.type):
+    if not is_byte_list(array.type):
         values: list[bytes | str | None] = array.to_pylist()
         return values
     content = memoryview(array.values.buffers()[1] or b"")[array.values.offset :]
@@ -291,30 +280,10 @@ def _values(array: pa.Array) -> list[bytes | str | None]:
 
 
 def _is_image(kind: pa.DataType, *, text: bool = True) -> bool:
-    kind = _value_type(kind)
+    kind = value_type(kind)
     if pa.types.is_struct(kind):
         return kind == PLACE or any(field.name in _FIELDS and _is_image(field.type) for field in kind)
-    return is_bytes(kind) or _is_byte_list(kind) or _array_type(kind) is not None or (text and is_text(kind))
-
-
-def _array_type(kind: pa.DataType) -> np.dtype | None:
-    """Return the dtype of arrays with two or three axes, as nested lists; None for another type."""
-    depth, tests = 0, (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    while any(test(kind) for test in tests):
-        kind, depth = kind.value_type, depth + 1
-    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-    return np.dtype(kind.to_pandas_dtype()) if depth in (2, 3) and is_number else None
-
-
-def _is_byte_list(kind: pa.DataType) -> bool:
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    return is_list and kind.value_type in (pa.uint8(), pa.int8())
-
-
-def _value_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type of the values of a dictionary, or that in which values of ``datasets``' types are stored."""
-    kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
+    return is_bytes(kind) or is_byte_list(kind) or array_dtype(kind) is not None or (text and is_text(kind))
 
 
 def _open(file: Path, column: str | None = None) -> pq.ParquetFile | pa.Table:
