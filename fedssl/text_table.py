@@ -5,12 +5,14 @@ import io
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from fedssl.errors import sanitize
 
+MAX_TEXT_COLUMNS = 10
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 _LATEX = {sign: f"\\{sign}" for sign in "&%$#_{}"}
@@ -129,20 +131,57 @@ class TextTable:
         narrow = replace(self, header=[self.header[index] for index in kept], rows=rows, left=self.left - len(same))
         return narrow, {self.header[index]: value for index, value in same.items()}
 
+    def narrow(self) -> "TextTable":
+        """Join text columns in which most rows agree or are empty, if there are more than `MAX_TEXT_COLUMNS`.
+
+        The joined column has the values that differ from the most frequent ones, which are a note.
+        """
+        if self.left <= MAX_TEXT_COLUMNS:
+            return self
+        usual = {}
+        for index in range(self.left):
+            texts = [row[index].text for row in self.rows]
+            counts = Counter(filter(None, texts))
+            value, count = counts.most_common(1)[0] if counts else ("", 0)
+            if 2 * (count + texts.count("")) > len(texts):
+                usual[index] = value
+        shown, results = [index for index in range(self.left) if index not in usual], slice(self.left, None)
+        rows = []
+        for row in self.rows:
+            others = [
+                f"{self.header[index]}={row[index].text}"
+                for index, value in usual.items()
+                if row[index].text not in ("", value)
+            ]
+            rows.append([*(row[index] for index in shown), text_cell(" ".join(others)), *row[results]])
+        return replace(
+            self,
+            header=[*(self.header[index] for index in shown), "other settings", *self.header[results]],
+            rows=rows,
+            left=len(shown) + 1,
+            notes={
+                "settings, if there are no others:": [f"{self.header[i]}={value}" for i, value in usual.items()],
+                **self.notes,
+            },
+        )
+
     def text(self) -> str:
         """Return the table for a terminal."""
-        table = align(self._lines, left=self.left, marked=self._marked)
-        return "\n".join([table, *self._lines_below("  ", "*", sanitize)])
+        shown = self.narrow()
+        table = align(shown._lines, left=shown.left, marked=shown._marked)
+        return "\n".join([table, *shown._lines_below("  ", "*", sanitize)])
 
     def markdown(self) -> str:
         """Return a Markdown table."""
-        table = markdown(self._lines, left=self.left, marked=self._marked)
-        return table + "".join(f"{line}\n" for line in self._lines_below("- ", "Bold", escape_markdown))
+        shown = self.narrow()
+        table = markdown(shown._lines, left=shown.left, marked=shown._marked)
+        return table + "".join(f"{line}\n" for line in shown._lines_below("- ", "Bold", escape_markdown))
 
     def latex(self) -> str:
         """Return a LaTeX table, with the lines below it as comments."""
-        below = [line for line in self._lines_below("- ", "bold", sanitize) if line]
-        table = latex(self._lines, left=self.left, marked=self._marked)
+        shown = self.narrow()
+        below = [line for line in shown._lines_below("- ", "bold", sanitize) if line]
+        table = latex(shown._lines, left=shown.left, marked=shown._marked)
         return r"% \usepackage{booktabs}" + "\n" + table + "".join(f"% {line}\n" for line in below)
 
     def csv(self) -> str:

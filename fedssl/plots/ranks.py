@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 LEVEL = 0.95
 _OWN = ("strategy", "regularizer")  # groups of a strategy's settings: some select a regularizer
+_CHOICE = "regularizer="
 Table = dict[str, dict[str, dict[str, float]]]  # scenario -> strategy -> seed -> value
 
 
@@ -65,7 +66,7 @@ def plot_critical_difference(runs: Sequence[Run]) -> PlotData:
     groups = group_by_seed([run for run in runs if run.finished])
     results = [run.results for group in groups for run in group.runs]
     protocols = list(dict.fromkeys(name for scores in results for name, s in scores.items() if s.unit == ACCURACY))
-    compared = {name: complete_blocks(_table(groups, name)) for name in protocols}
+    compared = {name: _shortened(complete_blocks(_table(groups, name))) for name in protocols}
     compared = {name: found for name, found in compared.items() if len(found) > 2 and min(map(len, found.values())) > 1}
     if not compared:
         raise InputError(
@@ -93,6 +94,18 @@ def _table(groups: Sequence[RunGroup], protocol: str) -> Table:
         if values:
             table.setdefault(repr(sorted(others.items())), {})[name] = values
     return table
+
+
+def _shortened(values: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """Return values by names without the parameters that all rows of a strategy share."""
+    parts = {name: name.split(", ") for name in values}
+    shared: dict[str, set[str]] = {}
+    for strategy, *options in parts.values():
+        shared[strategy] = shared.get(strategy, set(options)) & set(options)
+    return {
+        ", ".join([strategy, *(one for one in options if one not in shared[strategy] or one.startswith(_CHOICE))]): of
+        for (strategy, *options), of in zip(parts.values(), values.values(), strict=True)
+    }
 
 
 def _draw(axes: "Axes", protocol: str, values: Mapping[str, Sequence[float]]) -> list[list[object]]:

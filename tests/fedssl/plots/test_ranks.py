@@ -41,7 +41,7 @@ def test_ranks_over_scenarios(tmp_path: Path):
         made(
             tmp_path / f"{name}{alpha}{seed}",
             *(f"strategy={name}", f"partition.alpha={alpha}", f"seed={seed}"),
-            *(["regularizer=prox"] if name == "fedu" else []),
+            *(["regularizer=prox"] if name == "fedu" else ["strategy.weighting=examples"]),
             knn=knn,
         )
         for name, alpha, knn in jobs
