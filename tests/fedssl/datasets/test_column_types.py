@@ -24,7 +24,6 @@ WORDS = pa.dictionary(pa.int8(), pa.large_string())
         (pa.int64(), None),
         (WORDS, None),
     ],
-    ids=str,
 )
 def test_a_type_has_one_kind(kind, test):
     assert [one for one in (is_text, is_bytes, is_byte_list) if one(kind)] == ([test] if test else [])
