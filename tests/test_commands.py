@@ -17,6 +17,7 @@ import torch
 
 from fedssl.availability import SPEED_HEADER
 from fedssl.fleet.limits import Limits, read_limits
+from fedssl.watch.cli import WatchServer
 from simulation.run import run
 from simulation.sandbox import process_sandbox
 from tests.devices import write_images
@@ -43,13 +44,22 @@ SMALLER = {
     "encoder=resnet18": ("num_clients=2",),
     "encoder=timm": ("partition=iid", "evaluation=none", "final_evaluation=none"),
     "dataset=folder": ("num_clients=2",),
+    "partition=domain": ("num_clients=3",),
+    "encoder=conv_small": ("encoder.width=4",),
+    "final_evaluation=linear": ("collapse_images=50", "dataset.limit=100"),
     "seed=0,1,2": ("dataset.limit=100",),
     "snapshot_every=1": ("rounds=3", "dataset.limit=100", f"hydra.sweep.dir=multirun/{Path(RUN).name}"),
     "rounds=200": ("rounds=4", "evaluate_every=1"),
     "client_speed=lognormal": ("measure_resources=true", "dataset.limit=100", "partition=iid"),
     "client_speed=trace": ("measure_resources=true",),
     "plan=true": ("num_clients=4",),
-    "experiment=review": ("seed=0", "strategy=fedavg,fedu,l_dawa", "sweep.without=[data,encoder,clients]"),
+    "experiment=review": (
+        "seed=0",
+        "strategy=fedavg,fedu,l_dawa",
+        "sweep.without=[data,encoder,clients,quantity_skew,feature_shift]",
+        "num_clients=5",  # two classes each, and at most a cluster each
+        "dataset.limit=100",
+    ),
     "sweep.reduction_factor=3": ("rounds=4", "evaluate_every=1", "dataset.limit=60"),
 }
 
@@ -85,10 +95,16 @@ OWN = [block for block in SCRIPTS if all(overrides[0] in PROGRAMS for overrides 
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the pages name: finished runs, an encoder, and images."""
+    """A folder with what the pages name: finished runs, an encoder, and images with labels, tags, ages and masks.
+
+    Each worker of pytest-xdist has its own folder. A block thus needs no results of another block.
+    """
     folder = tmp_path_factory.mktemp("newcomer")
-    small_run = [*TINY, "num_clients=3", "encoder.width=4"]
-    run([*small_run, "clients_per_round=3", "strategy=l_dawa", f"output_dir={folder / RUN}"])
+    images = write_tagged_images(folder / "tagged")
+    (folder / "ages.csv").write_text("\n".join(["file,age", *(f"tagged/{row:02}.png,{row}" for row in range(40))]))
+    small_run = [*TINY, "num_clients=3", "encoder.width=4", "collapse_images=20"]
+    data = ["dataset=folder", f"dataset.path={images}", "dataset.size=8", "dataset.channels=1"]
+    run([*small_run, *data, "clients_per_round=3", "strategy=l_dawa", f"output_dir={folder / RUN}"])
     run([*small_run, "method=byol", f"output_dir={folder / 'runs' / 'byol'}"])
     (folder / "my").mkdir()
     (folder / "my/runs").symlink_to(folder / "runs")
@@ -102,7 +118,24 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my/online.csv").write_text("client,start,end\n0,0,9\n1,0,9\n2,0,9\n")
     for name in ("garden", "roof"):
         write_images(folder / "my" / name, 12)
+    for split in ("train", "test"):
+        write_images(folder / "data/images" / split, 8)
+        write_images(folder / "data/masks" / split, 8, seed=1)
+    for domain in ("photo", "art_painting", "cartoon", "sketch"):
+        for name in ("dog", "house"):
+            write_images(folder / "data/pacs" / domain / name, 10)
     return folder
+
+
+def write_tagged_images(folder: Path) -> Path:
+    """Write images of two classes, and return a CSV file with their labels and tags."""
+    write_images(folder, 40)
+    rows = (
+        f"{row:02}.png,{'cat' if row % 2 else 'dog'},{('indoor', 'outdoor', 'indoor|outdoor')[row % 3]}"
+        for row in range(40)
+    )
+    (folder / "list.csv").write_text("\n".join(["path,label,tags", *rows]))
+    return folder / "list.csv"
 
 
 def small(overrides: list[str], workspace: Path) -> list[str]:
@@ -118,10 +151,16 @@ def small(overrides: list[str], workspace: Path) -> list[str]:
     return ["fedssl", "num_clients=3", *overrides[1:], *TINY, *more]
 
 
+def interrupt(server: WatchServer, poll_interval: float) -> None:
+    """End a server as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
 def call(overrides: list[str], patch: pytest.MonkeyPatch) -> None:
     """Call a program of ours in this process."""
     patch.setattr(sys, "argv", overrides)
     patch.setattr(signal, "signal", lambda number, handler: None)  # children would inherit ignored signals
+    patch.setattr(WatchServer, "serve_forever", interrupt)
     try:
         status = pkgutil.resolve_name(PROGRAMS[overrides[0]])()
     except SystemExit as end:
