@@ -4,6 +4,7 @@ import os
 import pkgutil
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,12 +94,15 @@ SCRIPTS = [block for block in BLOCKS if block.language == "bash"]
 OWN = [block for block in SCRIPTS if all(overrides[0] in PROGRAMS for overrides in block.commands)]
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the pages name: finished runs, an encoder, and images with labels, tags, ages and masks.
+@pytest.fixture
+def workspace(named: Path, tmp_path: Path) -> Path:
+    """A copy of the folder for one test: blocks need no results of others, and may write files of the same names."""
+    return shutil.copytree(named, tmp_path / "newcomer", symlinks=True)
 
-    Each worker of pytest-xdist has its own folder. A block thus needs no results of another block.
-    """
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pages name: finished runs, an encoder, images with labels, tags, ages and masks. One per worker."""
     folder = tmp_path_factory.mktemp("newcomer")
     images = write_tagged_images(folder / "tagged")
     (folder / "ages.csv").write_text("\n".join(["file,age", *(f"tagged/{row:02}.png,{row}" for row in range(40))]))
@@ -107,7 +111,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run([*small_run, *data, "clients_per_round=3", "strategy=l_dawa", f"output_dir={folder / RUN}"])
     run([*small_run, "method=byol", f"output_dir={folder / 'runs' / 'byol'}"])
     (folder / "my").mkdir()
-    (folder / "my/runs").symlink_to(folder / "runs")
+    (folder / "my/runs").symlink_to("../runs")
     write_encoder(folder / "encoder-0.pt", VIT)
     (folder / "data/cifar10").mkdir(parents=True)
     write_hub_images(folder / "data/cifar10", splits={"train": 12, "test": 10})
