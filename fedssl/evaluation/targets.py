@@ -145,8 +145,8 @@ def _values(images: LabeledImages, name: str) -> Sequence[Any]:
     """Return a column of the data set."""
     if images.origin is None:
         raise InputError(
-            f"evaluation.columns={name} but the data set has no columns; use dataset.path=FILES of parquet, or give "
-            "evaluation.file=FILE.csv"
+            f"evaluation.columns={name} but the data set has no columns; give parquet files or a CSV list of the "
+            "images in dataset.path, or evaluation.file=FILE.csv"
         )
     index, rows = images.origin
     values = index.values(name)
