@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 
+from fedssl.evaluation.scores import Score
 from fedssl.runs.catalog import goodness, readable_runs
 from fedssl.runs.groups import group_by_seed
 from fedssl.runs.reliability import TARGET, correlation
@@ -37,7 +38,7 @@ def row(title: str, groups: Sequence[Sequence[Run]]) -> list[str]:
     for metric in LABEL_FREE:
         known = [[run for run in runs if run.score(metric) is not None] for runs in groups]
         pairs = [(average(runs, metric), average(runs, TARGET)) for runs in known if runs]
-        found = correlation([goodness(metric, one) for one, _ in pairs], [other for _, other in pairs])
+        found = correlation([goodness(metric, Score(one, unit="")) for one, _ in pairs], [other for _, other in pairs])
         cells.append(found.text if found else f"- ({len(pairs)} runs)")
     return cells
 
