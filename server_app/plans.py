@@ -168,9 +168,10 @@ class PlanBuilder:
         """Return what the clients exchange, for rules. ``models`` are changed by the round."""
         slots, start = self.slots.values(), next(iter(self.starts.values()))
         downloads_all = all(slot.downloaded == tuple(start.trainable) for slot in slots)
+        in_parts = self._federation.strategy.server.exchanges_parts or len(self._context.phases) > 1  # later, perhaps
         return RoundExchange(
             models={*chain.from_iterable(slot.candidates for slot in slots), *models},
-            is_complete=downloads_all and start.upload_names is None and len(self._context.phases) == 1,
+            is_complete=downloads_all and start.upload_names is None and not in_parts,
         )
 
     def _subset(self, name: str, down: tuple[str, ...], variants: tuple[Hashable, ...]) -> Layers:

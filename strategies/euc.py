@@ -155,7 +155,7 @@ class EUCServer(ServerStrategy):
     model_state_type = EUCState
 
     def __init__(self, *, interval: int, weighting: str) -> None:
-        self.interval, self.weighting = interval, weighting
+        self.interval, self.weighting, self.exchanges_parts = interval, weighting, interval > 1
         super().__init__(make_weighted_mean(weighting))
 
     def aggregator(self, round: int, name: str = GLOBAL) -> Aggregator:
@@ -214,16 +214,6 @@ class EUCServer(ServerStrategy):
                 "strategy=euc compares the clients of a round but "
                 f"clients_per_round={settings.clients_per_round}; 2 or more are needed"
             )
-        for given, setting in (
-            (settings.aggregation.buffered, "aggregation.buffered=true"),
-            (settings.privacy is not None, "privacy=central"),
-            (settings.secure_aggregation is not None, "secure_aggregation=secagg_plus"),
-        ):
-            if given and self.interval > 1:
-                return (
-                    f"{setting} needs the whole model of every client, of which strategy=euc averages parts every "
-                    f"{self.interval} rounds; leave it out, or set strategy=fedavg"
-                )
         return None
 
     def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:
