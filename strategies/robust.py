@@ -11,6 +11,7 @@ run with invalid updates.
 """
 
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from functools import partial
 
 import numpy as np
@@ -33,6 +34,11 @@ _NEARLY_HALF = 0.5 - 1e-9
 def median(global_layers: Layers, updates: Sequence[ClientUpdate]) -> Layers:
     """Return the elementwise median over the clients; for an even number of clients, the mean of the middle two."""
     return aggregate(global_layers, updates, BatchAggregator(_median), needs_cosines=False)
+
+
+def num_trimmed(beta: float, clients: int) -> int:
+    """Return floor(beta K) of the decimal number ``beta``, since 0.29 * 100 is below 29 in binary."""
+    return int(Decimal(str(beta)) * clients)
 
 
 def trimmed_mean(global_layers: Layers, updates: Sequence[ClientUpdate], *, beta: float = 0.2) -> Layers:
@@ -103,7 +109,7 @@ class TrimmedServer(ServerStrategy):
 
     def problem(self, context: RunContext) -> Problem:
         per_round = context.settings.clients_per_round
-        if not int(self.beta * per_round):
+        if not num_trimmed(self.beta, per_round):
             return (
                 f"strategy.beta={self.beta:g} of clients_per_round={per_round} is less than one "
                 "client, so nobody is trimmed; beta must be at least 1/clients_per_round and below 0.5"
@@ -111,7 +117,7 @@ class TrimmedServer(ServerStrategy):
         return None
 
     def _combine(self, global_layers: GlobalLayers, updates: UpdateStore) -> Layers:
-        if not int(self.beta * len(updates)):
+        if not num_trimmed(self.beta, len(updates)):
             log.warning("only %d updates are left, of which beta=%g trims none: a plain mean", len(updates), self.beta)
         return _trimmed(global_layers, updates, beta=self.beta)
 
@@ -137,7 +143,7 @@ def _median(global_layers: GlobalLayers, updates: UpdateStore) -> Layers:
 
 def _trimmed(global_layers: GlobalLayers, updates: UpdateStore, *, beta: float) -> Layers:
     result = {name: np.empty_like(array, order="C") for name, array in global_layers.layers.items()}
-    cut = int(beta * len(updates))
+    cut = num_trimmed(beta, len(updates))
     last = len(updates) - cut
 
     def trim(name: str) -> None:

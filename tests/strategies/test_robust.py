@@ -13,7 +13,7 @@ from fedssl.rules import check_rules
 from fedssl.wire.messages import ClientUpdate
 from strategies.fedavg import fedavg
 from strategies.krum import Krum, krum
-from strategies.robust import Median, TrimmedMean, median, trimmed_mean
+from strategies.robust import Median, TrimmedMean, median, num_trimmed, trimmed_mean
 from tests.arrays import same
 from tests.contexts import run_context
 from tests.federation import Federation
@@ -71,6 +71,11 @@ ZERO = {"a": np.zeros(1)}
 def test_five_clients_by_hand(rule, expected):
     assert rule(ZERO, FIVE)["a"] == pytest.approx(expected)
     assert median(ZERO, [FIVE[k] for k in (0, 1, 3, 4)])["a"] == 3
+
+
+def test_a_share_is_the_decimal_number_that_was_typed():
+    shares = [(0.29, 100), (0.2, 5), (0.2, 9), (0.07, 100)]
+    assert [num_trimmed(beta, clients) for beta, clients in shares] == [29, 1, 1, 7]
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 8, 11])
