@@ -102,7 +102,7 @@ def workspace(named: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def named(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the pages name: finished runs, an encoder, images with labels, tags, ages and masks. One per worker."""
+    """Return a folder with the runs, encoder, images, labels, tags, ages and masks of the pages; one per worker."""
     folder = tmp_path_factory.mktemp("newcomer")
     images = write_tagged_images(folder / "tagged")
     (folder / "ages.csv").write_text("\n".join(["file,age", *(f"tagged/{row:02}.png,{row}" for row in range(40))]))

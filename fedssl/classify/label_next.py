@@ -39,8 +39,8 @@ def next_to_label(
     """Return up to ``count`` rows of the pool to label next, the most useful first.
 
     Near duplicates of labeled images, and of images before them, are left out. ``pool`` and ``labeled`` are
-    `fedssl.embedding.embeddings` ``(n, dim)``. ``margins`` ``(n,)`` are the differences of the two highest
-    probabilities; None for typical images.
+    `fedssl.embedding.embeddings.unit_features` ``(n, dim)``. ``margins`` ``(n,)`` are the differences of the two
+    highest probabilities; None for typical images.
     """
     new = np.flatnonzero(largest_cosines(pool, labeled) < DUPLICATE)
     if len(new) > MAX_POOL:

@@ -71,11 +71,10 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the flags with their values, and the overrides, in any order; raise `InputError` for an unknown flag."""
     parser = _args_parser()
 
-    # argparse's `error` prints the usage and exits, and has no hook
     def raise_error(message: str) -> NoReturn:
         raise InputError(f"{message}; `fedssl --hydra-help` lists all flags")
 
-    parser.error = raise_error  # type: ignore[method-assign]  # see above
+    parser.error = raise_error  # type: ignore[method-assign]  # it exits, and has no hook
     namespace = parser.parse_intermixed_args(list(arguments))
     if namespace.experimental_rerun is not None:
         raise InputError(

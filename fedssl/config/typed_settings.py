@@ -149,7 +149,7 @@ def read_data(node: DictConfig) -> DataSettings:
     held_out = node.get("held_out")
     held_out = [] if held_out is None else [held_out] if isinstance(held_out, str) else list(held_out)
     reader = _component(node, without=not_for_reader)
-    # All images of these domains, or of a test with a name of its own, are for the test, and none of the others.
+    # The test consists of these domains, or of a split with its own name: no share of the others is held out.
     has_own_test = held_out or test is None or split_of_word(test) not in HELD_OUT
     if has_own_test and "test_fraction" in reader.values:
         reader = Component({**reader.values, "test_fraction": 0.0})

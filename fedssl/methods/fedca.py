@@ -126,9 +126,7 @@ class FedCA(ProjectorMethod):
         """Normalize projections ``(batch, dim)`` and store them in the free rows of the local dictionary."""
         dictionary = self.local_dictionary
         rows = F.normalize(projections.to(dictionary.dtype), dim=1)
-        numbers = (
-            torch.arange(len(dictionary), device=rows.device) - self._filled
-        )  # of the rows, from the first free one
+        numbers = torch.arange(len(dictionary), device=rows.device) - self._filled  # from the first free row
         is_new = (numbers >= 0) & (numbers < len(rows))
         dictionary.copy_(torch.where(is_new[:, None], rows[numbers.clamp(0, len(rows) - 1)], dictionary))
         self._filled += len(rows)

@@ -129,7 +129,7 @@ def test_the_first_to_reply_count_if_more_are_asked():
 
 
 def test_late_replies_that_are_not_used_neither_end_a_round_nor_are_awaited():
-    """Of 3 clients the first 2 count. What client 0 sends late precedes round 2; what client 2 sends never comes."""
+    """The first 2 of 3 replies count. The late reply of client 0 arrives before round 2, that of client 2 never."""
     slow = {(0, 1): (NEVER, "good"), (2, 2): (NEVER, "good"), (0, 3): (1, "error"), (1, 3): (1, "error")}
     replies = {"timeout": 60, "clients_per_round": 2, "over_selection": 1}
     run = Run(3, lambda client, round: slow.get((client, round), (2 + client, "good")), **replies)

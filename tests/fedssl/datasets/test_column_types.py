@@ -1,4 +1,4 @@
-"""What a column of arrow and parquet files is by its type."""
+"""Kinds of columns by their types: text, bytes, lists of bytes, and arrays."""
 
 import numpy as np
 import pyarrow as pa

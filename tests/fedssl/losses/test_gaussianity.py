@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fedssl.errors import InputError
-from fedssl.losses import epps_pulley, sigreg
+from fedssl.losses.gaussianity import epps_pulley, sigreg
 from tests.fedssl.losses.vectors import draw
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedssl.errors import InputError
-from fedssl.losses import ijepa, masked_reconstruction, patchify
+from fedssl.losses.masked_images import ijepa, masked_reconstruction, patchify
 from tests.fedssl.losses.vectors import assert_gradients, draw
 
 

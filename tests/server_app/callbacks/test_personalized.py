@@ -90,7 +90,7 @@ def test_a_newcomer_among_clusters_chooses_by_what_it_learns_first(tmp_path, mon
 
 
 def test_a_newcomer_adapts_as_clients_train(tmp_path, monkeypatch):
-    """From seeds of its own, and here from a target network that is a copy of the online one."""
+    """It has its own seeds, and its target network is a copy of the online one."""
     federation = Federation(tmp_path, "strategy=featarc", "method=byol", "method.target_init=reset", *NEW)
     federation.run(2)
     starts, train = [], worker.ClientWorker._train
