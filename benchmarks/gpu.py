@@ -69,7 +69,7 @@ CORRECTNESS = {
     "dino": ["method=dino", "augmentation=digits_multi_crop"],
     "mae": ["method=mae", "augmentation=digits_mae", *VIT],
     "lora": ["tuning=lora", "tuning.rank=4", "strategy=fedavg", *VIT],
-    "layer_wise": ["schedule=layer_wise", "method=moco_v3", *VIT],
+    "layer_wise": ["schedule=layer_wise", "method=moco_v3", "rounds=4", *VIT],  # its second round starts a stage
     "scaffold": ["strategy=scaffold"],
     "feddyn": ["strategy=feddyn"],
     "moon": ["strategy=moon"],

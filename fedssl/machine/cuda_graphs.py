@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -160,10 +161,18 @@ def _reason_against(optimizer: Mapping[str, Any], parts: Sequence[Capturable]) -
 
 
 def capture_on_gpu() -> Capture:
-    """Return a function that captures steps as CUDA graphs; graphs share memory because they run one at a time."""
-    pool = torch.cuda.graph_pool_handle()
+    """Return a function that captures steps as CUDA graphs; graphs share memory because they run one at a time.
+
+    A pool of memory must not be used again after its last graph is deleted (PyTorch's allocator refuses it while
+    tensors of the pool exist), so the next graph then has a new one.
+    """
+    graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+    pool = None
 
     def capture(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        nonlocal pool
+        if not graphs:
+            pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads of the process may use the GPU at the same time.
@@ -173,6 +182,7 @@ def capture_on_gpu() -> Capture:
             raise
         except RuntimeError as error:
             raise RequestRefused(f"a training step cannot be captured ({error}); set cuda_graphs=false") from error
+        graphs.add(graph)
         graph.replay()  # capturing does not run the step
         return graph.replay, result
 

@@ -1,6 +1,10 @@
 """Recorded steps, without a GPU: what a step asks for is recorded on the CPU, and done again on the same memory."""
 
+from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
+from weakref import finalize
 
 import pytest
 import torch
@@ -10,7 +14,7 @@ from fedssl.config.load import compose
 from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.machine import cuda_graphs
-from fedssl.machine.cuda_graphs import CudaGraphCache, captures_steps
+from fedssl.machine.cuda_graphs import WARMUP_STEPS, CudaGraphCache, capture_on_gpu, captures_steps
 from fedssl.methods.base import build_method
 from fedssl.methods.simclr import SimCLR
 from fedssl.regularizers import fur
@@ -160,6 +164,35 @@ def test_a_new_stage_is_captured_anew(method, schedule):
             client.round(depth=depth, frozen=depth - 1 if schedule == "layer_wise" else 0)
     assert (recorder.recorded, recorder.replayed) == (2, 2 + 8)
     assert recorded.is_like(plain)
+
+
+def test_graphs_share_a_pool_while_one_of_them_exists(monkeypatch):
+    """PyTorch's allocator counts the graphs of a pool, and refuses one whose count is back at 0."""
+    opened: Counter[int] = Counter()
+
+    class Graph:
+        def replay(self):
+            pass
+
+    @contextmanager
+    def graph(new, *, pool, capture_error_mode):
+        if pool in opened and opened[pool] == 0:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        opened[pool] += 1
+        finalize(new, lambda: opened.subtract([pool]))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", count(1).__next__)
+    client, views = Client(), [Client().views(size) for size in (4, 5)]
+    cache = CudaGraphCache(client.training.optimizer, capture_on_gpu())
+    for depth in (1, 2):
+        with set_active_stages(client.method, depth=depth, frozen=depth - 1):
+            cache.reset_optimizer([0.1])
+            for batch in (*views,) * (WARMUP_STEPS + 1):
+                cache.run(lambda views: views[0].images.sum(), batch)
+    assert opened == {1: 0, 2: 2}
 
 
 def test_numbers_that_change_between_rounds_are_captured_anew():
