@@ -54,6 +54,19 @@ def stacked_weight(weight: np.ndarray, product: LowRank) -> np.ndarray:
     return np.asarray((weight + product.dense().reshape(weight.shape)).astype(weight.dtype))
 
 
+def nearest_factors(product: LowRank, initial: LowRank) -> LowRank:
+    """Return the factors of the product of the initial rank that is nearest to P' (FlexLoRA), in the initial dtypes.
+
+    Singular vectors have either sign. They get that of the initial factors, so that factors that clients keep, such as
+    those of target networks, can be averaged with the new ones.
+    """
+    nearest = LowRank(product.b / initial.scale, product.a, initial.scale).truncate(initial.rank)
+    similarity = (nearest.a * initial.a).sum(axis=1) + (nearest.b * initial.b).sum(axis=0)
+    signs = np.where(similarity < 0, -1.0, 1.0)
+    a, b = nearest.a * signs[:, None], nearest.b * signs
+    return LowRank(b.astype(initial.b.dtype), a.astype(initial.a.dtype), initial.scale)
+
+
 def initial_factors(product: LowRank, *, seed_path: tuple[int | str, ...]) -> LowRank:
     """Return new factors of a product of zero, in the shapes and dtypes of ``product``: A uniform, and B zero.
 

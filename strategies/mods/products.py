@@ -1,7 +1,6 @@
 """Aggregation of LoRA's products around an aggregator, see `strategies.low_rank_aggregation`."""
 
 from fedssl.arrays import Cosines, GlobalLayers, Layers
-from fedssl.low_rank_products import LowRank
 from fedssl.rules import Problem
 from fedssl.wire.messages import ClientUpdate
 from strategies.gram_matrix import factors_of
@@ -13,6 +12,7 @@ from strategies.low_rank_aggregation import (
     exact_weight,
     initial_factors,
     low_rank_aggregation,
+    nearest_factors,
     stacked_weight,
 )
 from strategies.mods.base import Mod
@@ -132,8 +132,8 @@ class ProductSum:
         if self._aggregation == "stack":
             new = initial_factors(initial, seed_path=(*self._seed_path, name))
             return {pair.weight: stacked_weight(weights[pair.weight], product), pair.a: new.a, pair.b: new.b}
-        nearest = LowRank(product.b / initial.scale, product.a, initial.scale).truncate(initial.rank)
-        return {pair.a: nearest.a.astype(initial.a.dtype), pair.b: nearest.b.astype(initial.b.dtype)}
+        nearest = nearest_factors(product, initial)
+        return {pair.a: nearest.a, pair.b: nearest.b}
 
 
 class ProductAggregator:

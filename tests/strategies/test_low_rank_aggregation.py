@@ -9,7 +9,7 @@ from torch import nn
 
 from fedssl.arrays import GlobalLayers
 from fedssl.encoders.base import Encoder
-from fedssl.low_rank_products import FactorPairs
+from fedssl.low_rank_products import FactorPairs, LowRank
 from fedssl.methods.base import SSLMethod
 from fedssl.wire.messages import TrainPlan
 from server_app.policies import apply_stale_update
@@ -20,7 +20,7 @@ from strategies.gossip import NeighborAverage, consensus_distance
 from strategies.gram_matrix import deviation_gram
 from strategies.krum import KrumAggregator
 from strategies.l_dawa import LDAWA, l_dawa, scale_layers
-from strategies.low_rank_aggregation import combine, exact_weight, stacked_weight
+from strategies.low_rank_aggregation import combine, exact_weight, nearest_factors, stacked_weight
 from strategies.m_dawa import m_dawa
 from strategies.types import AggregatedModel, GlobalModel, LinearAggregator
 from strategies.update_store import UpdateStorage, in_memory
@@ -130,6 +130,17 @@ def test_exact_and_stacked_weights_against_dense_ones(rule):
         u, s, vt = np.linalg.svd(product.dense())
         nearest = (u[:, :2] * s[:2]) @ vt[:2]
         np.testing.assert_allclose(product.truncate(2).dense(), nearest, rtol=1e-10, atol=1e-10)
+
+
+def test_singular_vectors_keep_the_signs_of_the_initial_factors():
+    # [6 0; 0 -2] = 2 B A with rows (1, 0) and (0, 1) of A = V^T, and columns (3, 0) and (0, -1) of B, up to signs.
+    product = LowRank(np.array([[6.0, 0], [0, -2]]), np.eye(2))
+    for signs in ([1, 1], [1, -1], [-1, 1], [-1, -1]):
+        b, a = np.array([[2.0, 0.2], [0.2, -1]]) * signs, np.array([[0.9, 0.1], [0.1, 0.9]]) * np.array([signs]).T
+        nearest = nearest_factors(product, LowRank(b.astype(np.float32), a.astype(np.float32), 2.0))
+        np.testing.assert_allclose(nearest.b, np.array([[3, 0], [0, -1]]) * signs, atol=1e-6)
+        np.testing.assert_allclose(nearest.a, np.diag(signs), atol=1e-6)
+        assert nearest.a.dtype == nearest.b.dtype == np.float32
 
 
 def test_l_dawa_scales_one_factor_by_the_products_cosine():
