@@ -91,7 +91,7 @@ class SSLMethod(nn.Module):
     round: int = 1  # the current round, counted from 1, for schedules over rounds
     rounds: int = 1  # number of rounds of the run
     seed: int = 0  # of the run
-    client: int = 0  # partition id of the client that trains; a device without a partition has another number
+    client: int | None = None  # partition id of the client that trains, or number of a device; None on the server
     failure_modes: tuple[FailureMode, ...] = ()  # failures that `diagnose` detects
 
     @cached_property

@@ -52,7 +52,8 @@ class SSD(AlignUniform):
 
     with $\mathcal{A}$ the loss of `AlignUniform`, $h_i^{(v)}$, $p_i^{(v)}$ and $z_i^{(v)}$ the representation, the
     projection and the normalized projection of view v of image i, $\sigma$ the softmax, $d_k$ the ``scale`` in the
-    dimensions of client k and 1 in others, $\gamma$ the ``separation_weight`` and $\delta$ the ``distillation_weight``.
+    dimensions of client k and 1 in others, $\gamma$ the ``separation_weight`` and $\delta$ the
+    ``distillation_weight``. The server, which has no dimensions, calibrates without separation.
     """
 
     def __init__(
@@ -79,10 +80,13 @@ class SSD(AlignUniform):
 
     def start_round(self, *, first: bool) -> None:
         super().start_round(first=first)
-        size = max(1, int(self.share * len(self.scales) + 1e-9))  # rounded down, so that 1 / share clients have room
-        begin = self.client % max(1, len(self.scales) // size) * size
         self.scales.fill_(1.0)  # in place: CUDA graphs use this memory
-        self.scales[begin : begin + size] = self.scale
+        if self.client is not None:
+            size = max(
+                1, int(self.share * len(self.scales) + 1e-9)
+            )  # rounded down: room for 1 / share clients
+            begin = self.client % max(1, len(self.scales) // size) * size
+            self.scales[begin : begin + size] = self.scale
 
     def loss(self, views: Views) -> Tensor:
         h = [self.encoder(view) for view in views.images]

@@ -75,6 +75,13 @@ def test_a_client_trains_with_its_own_dimensions_and_exchanges_none(tmp_path):
     assert not any("scales" in name for name in federation.updates[0]["arrays"])
 
 
+def test_the_server_has_no_dimensions_of_its_own(tmp_path, monkeypatch):
+    scales, old = [], SSD.loss
+    monkeypatch.setattr(SSD, "loss", lambda method, views: scales.append(method.scales.clone()) or old(method, views))
+    Federation(tmp_path, "method=ssd", "strategy=fedavg", "method.hidden_dim=8", "calibration=auxiliary").run(1)
+    assert {(each == 1).all().item() for each in scales} == {True, False}
+
+
 def test_without_its_terms_it_is_alignment_and_uniformity(tmp_path):
     off = ["method.hidden_dim=8", "method.separation_weight=0", "method.distillation_weight=0"]
     ssd = Federation(tmp_path / "ssd", "method=ssd", "strategy=fedavg", *off)
