@@ -82,9 +82,7 @@ class SSD(AlignUniform):
         super().start_round(first=first)
         self.scales.fill_(1.0)  # in place: CUDA graphs use this memory
         if self.client is not None:
-            size = max(
-                1, int(self.share * len(self.scales) + 1e-9)
-            )  # rounded down: room for 1 / share clients
+            size = max(1, int(self.share * len(self.scales) + 1e-9))  # rounded down: room for 1 / share clients
             begin = self.client % max(1, len(self.scales) // size) * size
             self.scales[begin : begin + size] = self.scale
 
