@@ -34,7 +34,7 @@ from fedssl.errors import InputError, sanitize
 from fedssl.fleet import control_internals
 from fedssl.fleet.address import check_address
 from fedssl.fleet.control import control_api, registered_devices
-from fedssl.fleet.kit import make_kit, new_private_key, public_key_line, read_public_key, write_kit
+from fedssl.fleet.kit import make_kit, new_private_key, public_key, read_public_key, write_kit
 from fedssl.fleet.watch import FleetView, MetricsServer, Row, Thresholds, as_cell, as_table, as_text, make_view
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import FLEET_FILE, is_locked
@@ -76,9 +76,7 @@ def _invite(name: str, file: Path, options: argparse.Namespace) -> str:
         with _control(options) as control:
             _check_unused(name, registered_devices(control))
             write_kit(make_kit(name, options.server, certificate=certificate, private_key=key), file)
-            public = file.with_suffix(".pub")
-            public.write_bytes(public_key_line(key, name))
-            control_internals.register_node(control, read_public_key(public), name=name)
+            control_internals.register_node(control, public_key(key), name=name)
         return f"{file} has the private key of {name}, which is registered; pass it on confidentially"
     write_kit(make_kit(name, options.server, certificate=certificate), file)
     return (

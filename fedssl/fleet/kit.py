@@ -90,6 +90,11 @@ def public_key_line(private_key: bytes, name: str) -> bytes:
     return public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + f" {name}\n".encode()
 
 
+def public_key(private_key: bytes) -> bytes:
+    """Return the public key of a private one in PEM format."""
+    return load_private_key(private_key).public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+
+
 def read_public_key(file: Path) -> bytes:
     """Return a ``.pub`` file in PEM format; raises `InputError`."""
     try:

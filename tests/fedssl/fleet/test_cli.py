@@ -90,7 +90,9 @@ def test_a_device_joins_with_a_kit_and_leaves(running, call, tmp_path, monkeypat
     status, text = call(cli, "remove", "garden")
     assert (status, "no device garden registered" in text) == (2, True)
 
+    (tmp_path / "roof.pub").write_text("the key of another roof")
     assert call(cli, "invite", "roof", "barn", "--server", server, "--with-key")[0] == 0
+    assert (tmp_path / "roof.pub").read_text() == "the key of another roof"
     assert "PRIVATE KEY" in read_kit(tmp_path / "roof.kit").private_key.decode()
     assert stat.S_IMODE((tmp_path / "roof.kit").stat().st_mode) == 0o600
     assert read_kit(tmp_path / "roof.kit").private_key != read_kit(tmp_path / "barn.kit").private_key
