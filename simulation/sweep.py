@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from fedssl.atomic_files import make_output_folder, saved_rounds, write_text
-from fedssl.config.compose import RESUMABLE_KEYS, hydra_value, validate_names
+from fedssl.config.compose import RESULT_KEYS, RESUMABLE_KEYS, hydra_value, validate_names
 from fedssl.config.literal import literal_values, user_path
 from fedssl.config.load import compose, load_settings
 from fedssl.config.overrides import by_key, key_and_group, parse, quote_value, to_text
@@ -179,8 +179,8 @@ def plan_jobs(folder: Path, overrides: Sequence[str], options: Mapping[str, Any]
     """Return the jobs of a sweep, those of its earlier start first.
 
     New overrides replace earlier ones of the same key or group, and so do options. A job keeps its number if its
-    settings are the same, apart from `RESUMABLE_KEYS` that are not swept, other than the number of rounds. Saved
-    overrides are validated as those of a run folder. Raises `InputError`, also if the folder of a new job exists.
+    settings are the same, apart from `RESUMABLE_KEYS` that are not swept and change no result. Saved overrides are
+    validated as those of a run folder. Raises `InputError`, also if the folder of a new job exists.
     """
     given = {key: override for key, override in by_key(with_experiment_values(overrides)).items() if key != FOLDER_KEY}
 
@@ -192,7 +192,7 @@ def plan_jobs(folder: Path, overrides: Sequence[str], options: Mapping[str, Any]
     swept = {override.key_or_group for override in parse(merged) if override.is_sweep_override()}
     kept = [override for override in inherited(earlier.overrides) if not key_and_group(override) & swept]
     check_saved_overrides(kept, folder / STATE_FILE)
-    free = (RESUMABLE_KEYS - {"rounds"} - swept) | {SEARCHPATH_KEY}
+    free = (RESUMABLE_KEYS - RESULT_KEYS - swept) | {SEARCHPATH_KEY}
     current = [override for override in given.values() if key_and_group(override) & free]
     jobs = {}
     for name, job in earlier.jobs.items():

@@ -28,7 +28,7 @@ from fedssl.errors import InputError
 from fedssl.machine.process import default_threads
 from fedssl.plain_values import flatten, plain_values
 
-# Settings and groups that do not change results, and the number of rounds. A resumed run may change them.
+# Settings and groups that a resumed run may change. They do not change results, except `RESULT_KEYS`.
 RESUMABLE_KEYS = {
     *("rounds", "engine", "tracker", "device", "threads", "keep_freed_memory", "reply_timeout"),
     *("evaluate_every", "early_stopping", "final_evaluation", "collapse_images", "measure_resources"),
@@ -36,6 +36,7 @@ RESUMABLE_KEYS = {
     *("checkpoint_every", "keep_checkpoints", "pause_after", "snapshot_every"),
     *("statistics", "dataset.cache", "dataset.storage", "calibration.dataset.cache", "calibration.dataset.storage"),
 }
+RESULT_KEYS = {"rounds", "early_stopping", "aggregation.round_deadline"}
 
 
 def resolve_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 
-from fedssl.config.compose import RESUMABLE_KEYS
+from fedssl.config.compose import RESULT_KEYS, RESUMABLE_KEYS
 from fedssl.config.statistics_settings import FEDERATED
 from fedssl.errors import sanitize
 from fedssl.logs import log
@@ -14,9 +14,8 @@ from fedssl.runs.run import Run
 
 MAIN = ("strategy", "method", "encoder", "partition", "partition.alpha", "num_clients", "rounds")
 OWN_KEYS = {"output_dir", "resume", "run_id", "pause_after"}  # of one start of a run
-# Settings and config groups in which runs of one group may differ, because they change no result. The others in
-# `RESUMABLE_KEYS` do.
-IGNORED = {"seed", *OWN_KEYS, *RESUMABLE_KEYS} - {"rounds", "early_stopping", "aggregation.round_deadline"}
+# Settings and config groups in which runs of one group may differ, because they change no result.
+IGNORED = {"seed", *OWN_KEYS, *RESUMABLE_KEYS} - RESULT_KEYS
 
 
 @dataclass(frozen=True)

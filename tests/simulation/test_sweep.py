@@ -120,6 +120,14 @@ class TestJobs:
         assert len(plan_jobs(tmp_path, ["rounds=4"])) == 4
         assert len(plan_jobs(tmp_path, ["threads=1,2"])) == 4 + 2  # those with rounds=4 have threads=1
 
+    @pytest.mark.parametrize("setting", ["early_stopping.patience=3", "aggregation.round_deadline=5"])
+    def test_settings_that_change_results_make_new_jobs(self, tmp_path, setting):
+        """A finished job has the results of the value before."""
+        earlier = plan_jobs(tmp_path, ["seed=0,1"])
+        jobs = plan_jobs(tmp_path, [setting])
+        assert jobs[:2] == earlier
+        assert [setting in job.overrides for job in jobs] == [False, False, True, True]
+
 
 class TestFolder:
     def test_a_new_sweep_does_not_write_into_another(self, tmp_path):
