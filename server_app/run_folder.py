@@ -14,7 +14,7 @@ from fedssl.atomic_files import (
     write_text,
 )
 from fedssl.base_layers import layers_digest, save_base
-from fedssl.config.load import DEVICE_NUMBERS_FILE
+from fedssl.config.load import DEVICE_NUMBERS_FILE, IMAGES_FILE
 from fedssl.config.saved_run import BASE_FOLDER, INITIAL_ENCODER_FILE, read_settings, resume_command, save_run
 from fedssl.config.settings import RecordingSettings
 from fedssl.errors import InputError
@@ -45,7 +45,7 @@ from server_app.client_models import ClientModels
 from server_app.initial_weights import restore_teacher, store_initial_weights
 from strategies.types import ServerState
 
-PERSONALIZED_FILE, IMAGES_FILE = "personalized.json", "images.txt"
+PERSONALIZED_FILE = "personalized.json"
 
 # Files of a run, besides encoders, checkpoints and figures.
 RUN_FILES = (

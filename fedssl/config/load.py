@@ -41,6 +41,7 @@ from fedssl.plain_values import diff, flatten, plain_values
 from fedssl.safe_io import load_plain_yaml
 
 DEVICE_NUMBERS_FILE = "devices.json"  # in the run folder: client ids of edge clients by name
+IMAGES_FILE = "images.txt"  # in the run folder: number, size and digest of the clients' image files
 _RUN_KEYS = {"resume", "output_dir", "run_id"}
 
 
@@ -55,8 +56,9 @@ def load_settings(overrides: Sequence[str]) -> Settings:
     """Return the settings of a new or resumed run.
 
     With ``resume=FOLDER`` the saved overrides of that run come first, and a new override replaces a saved one of the
-    same key. Only `RESUMABLE_KEYS` may differ from that run. ``pause_after`` is not inherited. The number of threads is
-    that of the run, whose default depends on the machine, because it decides the order of sums.
+    same key. Only `RESUMABLE_KEYS` and the path of the same images may differ from that run. ``pause_after`` is not
+    inherited. The number of threads is that of the run, whose default depends on the machine, because it decides the
+    order of sums.
     """
     overrides = normalize(overrides)
     given = {override.key_or_group: override.value() for override in parse(overrides)}
@@ -99,7 +101,9 @@ def load_settings(overrides: Sequence[str]) -> Settings:
         config.method.teacher_encoder = saved_teacher(saved, folder / "config.yaml")
     # The number of edge clients is counted, and their images are not partitioned.
     counted = {"num_clients", "clients_per_round", "partition"} if (folder / DEVICE_NUMBERS_FILE).exists() else set()
-    resumable = RESUMABLE_KEYS | _RUN_KEYS | counted
+    # Images may have moved, if a digest decides whether they are the same.
+    moved = {"dataset.path"} if (folder / IMAGES_FILE).exists() else set()
+    resumable = RESUMABLE_KEYS | _RUN_KEYS | counted | moved
     if choices["client_speed"] != "none":  # a deadline in virtual time decides which clients take part
         resumable -= {"aggregation.round_deadline"}
     known = {key for key, _ in flatten(saved)}  # a setting that did not exist then has its default

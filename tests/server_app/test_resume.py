@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from fedssl.datasets.base import forget_images
+from fedssl.errors import InputError
 from simulation.run import run
 from tests.cases import some
+from tests.devices import write_images
 from tests.methods import overrides_of, save_teacher
 from tests.resuming import repeat_from
+from tests.runs import SMALL, UNTESTED
 from tests.test_digests import BASE, line_digests, model_digests, state_digests
 
 HEAD = ["method.projector.hidden_dim=16", "method.projector.out_dim=8"]
@@ -50,3 +54,18 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name: str, tmp_path: Path) ->
     again = repeat_from(2, whole)
     for digests in (model_digests, state_digests, line_digests):
         assert digests(again) == digests(whole)
+
+
+def test_images_may_move_before_a_run_is_resumed(tmp_path: Path) -> None:
+    """Without labels `partition.csv` is the same for other images, so a digest of the files decides."""
+    settings = [*SMALL, *UNTESTED, "dataset=folder", "dataset.size=8", "dataset.splits.test=null", "rounds=2"]
+    images, whole = write_images(tmp_path / "images", 24), tmp_path / "whole"
+    run([*settings, f"dataset.path={images}", "keep_checkpoints=3", f"output_dir={whole}"])
+    moved = images.rename(tmp_path / "moved")
+    forget_images()  # as a new process
+    again = repeat_from(1, whole, f"dataset.path={moved}")
+    assert model_digests(again) == model_digests(whole)
+    (moved / "00.png").rename(moved / "other.png")
+    forget_images()
+    with pytest.raises(InputError, match=r"the clients' images are in 24 files.*; restore the files, or start a new"):
+        run([f"resume={again}", "rounds=3"])
