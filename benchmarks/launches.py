@@ -142,7 +142,7 @@ class Client:
         self.method.start_round(first=True)
         self._results: list[Tensor] = []
         as_gpu = patch.multiple(devices, CPU="none", CUDA="cpu")
-        with as_gpu, patch.object(cuda_graphs, "capture_on_gpu", lambda: self._record):
+        with as_gpu, patch.object(cuda_graphs, "capture_on_gpu", lambda device: self._record):
             self.training = replace(LocalTrainer.build(composed.training, self.method), epochs=1)
         for group in self.training.optimizer.param_groups:
             group["foreach"] = not group["fused"]  # torch's default on a GPU

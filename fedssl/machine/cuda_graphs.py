@@ -55,7 +55,8 @@ class CudaGraphCache:
     """
 
     def __init__(self, optimizer: Optimizer, capture: Capture | None = None) -> None:
-        self._optimizer, self._capture = optimizer, capture or capture_on_gpu()
+        device = optimizer.param_groups[0]["params"][0].device
+        self._optimizer, self._capture = optimizer, capture or capture_on_gpu(device)
         self._captured: dict[_Kind, _CapturedStep] = {}
         self._done: Counter[_Kind] = Counter()  # steps of every kind
         self._trained: list[bool] = []
@@ -160,14 +161,18 @@ def _reason_against(optimizer: Mapping[str, Any], parts: Sequence[Capturable]) -
     return None
 
 
-def capture_on_gpu() -> Capture:
-    """Return a function that captures steps as CUDA graphs; graphs share memory because they run one at a time.
+def capture_on_gpu(device: torch.device) -> Capture:
+    """Return a function that captures steps on a device as CUDA graphs; they share memory: they run one at a time.
+
+    They have a stream of their own. PyTorch's default one is that of the first device on which this process captured:
+    a graph of another device would be empty, and its replay would do nothing. And some versions of PyTorch (2.12 to
+    2.14) free cuBLAS's memory for a stream, which all graphs captured on it use, when one of them is deleted.
 
     A pool of memory must not be used again after its last graph is deleted (PyTorch's allocator refuses it while
     tensors of the pool exist), so the next graph then has a new one.
     """
     graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
-    pool = None
+    pool, stream = None, torch.cuda.Stream(device)
 
     def capture(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         nonlocal pool
@@ -176,7 +181,7 @@ def capture_on_gpu() -> Capture:
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads of the process may use the GPU at the same time.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 result = step()
         except torch.OutOfMemoryError:
             raise

@@ -83,7 +83,7 @@ def restored_torch() -> Iterator[None]:
     from fedssl.machine.process import enable_dynamo_import
 
     threads, generators = torch.get_num_threads(), (random.getstate(), np.random.get_state(), torch.get_rng_state())
-    gpus = torch.cuda.is_initialized()  # else there is no state yet
+    gpus = torch.cuda.is_initialized()  # else there is no state yet, and device 0 is current
     device, gpu_generators = (torch.cuda.current_device(), torch.cuda.get_rng_state_all()) if gpus else (0, [])
     try:
         yield
@@ -93,6 +93,6 @@ def restored_torch() -> Iterator[None]:
         np.random.set_state(generators[1])
         torch.set_rng_state(generators[2])
         enable_dynamo_import()
-        if gpus:
+        if torch.cuda.is_initialized():
             torch.cuda.set_device(device)
             torch.cuda.set_rng_state_all(gpu_generators)

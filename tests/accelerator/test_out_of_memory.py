@@ -46,7 +46,7 @@ def limit(num_bytes: int) -> Any:
     return limited_memory(torch.device(DEVICE), used() + num_bytes)
 
 
-def capture_nothing() -> cuda_graphs.Capture:
+def capture_nothing(device: torch.device) -> cuda_graphs.Capture:
     """Return a function that replays a step by running it, into the same result."""
 
     def capture(step):

@@ -4,6 +4,8 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
+from unittest.mock import Mock
 from weakref import finalize
 
 import pytest
@@ -175,7 +177,7 @@ def test_graphs_share_a_pool_while_one_of_them_exists(monkeypatch):
             pass
 
     @contextmanager
-    def graph(new, *, pool, capture_error_mode):
+    def graph(new, *, pool, stream, capture_error_mode):
         if pool in opened and opened[pool] == 0:
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
         opened[pool] += 1
@@ -185,14 +187,41 @@ def test_graphs_share_a_pool_while_one_of_them_exists(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", count(1).__next__)
+    monkeypatch.setattr(torch.cuda, "Stream", Mock)
     client, views = Client(), [Client().views(size) for size in (4, 5)]
-    cache = CudaGraphCache(client.training.optimizer, capture_on_gpu())
+    cache = CudaGraphCache(client.training.optimizer, capture_on_gpu(torch.device("cuda")))
     for depth in (1, 2):
         with set_active_stages(client.method, depth=depth, frozen=depth - 1):
             cache.reset_optimizer([0.1])
             for batch in (*views,) * (WARMUP_STEPS + 1):
                 cache.run(lambda views: views[0].images.sum(), batch)
     assert opened == {1: 0, 2: 2}
+
+
+def test_graphs_are_captured_on_a_stream_of_their_device_that_no_other_trainer_uses(monkeypatch):
+    """PyTorch's own stream for captures is made once. Work of other devices is not captured by it.
+
+    cuBLAS's memory belongs to a stream, and PyTorch frees it with any graph that was captured on it.
+    """
+    own = SimpleNamespace(device=torch.device("cuda", 0))
+    used = []
+
+    @contextmanager
+    def graph(new, *, pool, stream=own, capture_error_mode):
+        used.append(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Mock)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
+    devices = [torch.device("cuda", index) for index in (0, 1, 1)]
+    captures = [capture_on_gpu(device) for device in devices]
+    for capture in captures * 2:
+        capture(lambda: torch.ones(()))
+    assert [stream.device for stream in used] == devices * 2
+    assert used[:3] == used[3:]
+    assert len({id(stream) for stream in used}) == 3
 
 
 def test_numbers_that_change_between_rounds_are_captured_anew():
@@ -294,7 +323,7 @@ def test_a_run_whose_clients_record_gives_the_same_bits(monkeypatch, tmp_path):
     monkeypatch.setattr(TensorImages, "place", lambda images, device: images)
     expected = Federation(tmp_path / "plain", *overrides).run(2)
     recorder = Recorder()
-    monkeypatch.setattr(cuda_graphs, "capture_on_gpu", lambda: recorder)
+    monkeypatch.setattr(cuda_graphs, "capture_on_gpu", lambda device: recorder)
     layers = Federation(tmp_path / "recorded", *overrides, "cuda_graphs=true").run(2)
     release_worker()
     assert recorder.recorded >= 1

@@ -138,3 +138,20 @@ def test_threads_and_random_numbers_of_torch_are_restored():
     assert all(np.array_equal(one, other) for one, other in zip(before[2:], state()[2:], strict=True))
     assert before[:2] == state()[:2]
     assert vars(function).get("__dynamo_disable") is (None if own is function else own)
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+def test_the_current_gpu_is_restored_also_if_the_block_is_the_first_to_use_one(monkeypatch, used_before):
+    """Else device=cuda:1 would choose the GPU of a later run with device=cuda."""
+    current, generators = [2 if used_before else 0], ["of the user"] if used_before else []
+    restored, is_used = [], [used_before]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_used[0])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.__setitem__(0, device))
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: list(generators))
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", restored.extend)
+    before = current[0]
+    with restored_torch():
+        is_used[0] = True
+        torch.cuda.set_device(1)
+    assert (current[0], restored) == (before, generators)
