@@ -17,6 +17,7 @@ from fedssl.arrays import Layers
 from fedssl.config.settings import ClientSettings
 from fedssl.datasets.base import forget_images, load_federated
 from fedssl.datasets.cache import cache_folder
+from fedssl.datasets.storage import can_be_read
 from fedssl.errors import RequestRefused
 from fedssl.machine.cuda_graphs import WARMUP_STEPS
 from fedssl.machine.devices import is_gpu
@@ -51,6 +52,7 @@ class ClientWorker:
         self.device = configure_process(settings.machine)
         image_data = load_federated(settings.data)
         self.images = image_data.images.place(self.device)
+        self.failed_files = image_data.failed_files
         self.client_indices = None
         if (partition := settings.partition) is not None:
             self.client_indices = client_indices(partition, image_data)
@@ -326,10 +328,11 @@ _workers: dict[tuple[ClientSettings, str], ClientWorker] = {}  # at most one
 def worker_for(settings: ClientSettings, *, images: str = "") -> ClientWorker:
     """Return this process's worker for these settings. That for other settings is released before, with its memory.
 
-    ``images`` identifies the content of the data set, if it may change while this process runs.
+    ``images`` identifies the content of the data set, if it may change while this process runs. Files of it that could
+    not be read are read again once it is possible.
     """
     key = (settings, images)
-    if key not in _workers:
+    if key not in _workers or (images and any(map(can_be_read, _workers[key].failed_files))):
         release_worker()
         if images:
             forget_images()

@@ -27,6 +27,7 @@ from fedssl.datasets.raster import MAXIMA
 from fedssl.datasets.sample_checks import constant_warnings
 from fedssl.errors import InputError, sanitize
 from fedssl.logs import log
+from fedssl.safe_io import FilePath
 from fedssl.seeding import numpy_generator
 
 Split = Literal["federated", "train", "test"]
@@ -46,6 +47,7 @@ class ImageData:
     owner_names: tuple[str, ...] = ()  # ``owner_names[owner]``; empty if unknown
     groups: torch.Tensor | None = None  # int64, ``(n,)``, such as patients, scenes or videos; None if unknown
     warnings: tuple[str, ...] = ()  # such as unreadable files; logged by every process that loads the images
+    failed_files: tuple[FilePath, ...] = ()  # that could not be read, and may be later
     origin: tuple[ImageIndex, np.ndarray] | None = None  # what was read, and the rows of its images; None if unknown
 
     def of(self, images: ImageSource, rows: torch.Tensor) -> Self:

@@ -56,6 +56,7 @@ def read_images(index: ImageIndex, *, cache: str | None, storage: str) -> ImageD
         classes=index.classes,
         owner_names=index.owner_names,
         warnings=warnings,
+        failed_files=stored.failed_files,
         origin=(index, readable),
     )
 

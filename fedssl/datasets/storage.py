@@ -12,6 +12,7 @@ The folder has these files, and those of `fedssl.datasets.stores`:
 Only damaged files are removed. A folder may be deleted whenever no run uses it.
 """
 
+import errno
 import json
 import math
 import os
@@ -35,10 +36,15 @@ from fedssl.locks import lock
 from fedssl.logs import log
 from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.machine.process import available_cores
+from fedssl.safe_io import FilePath, open_regular_file
 from fedssl.tensor_file import read_arrays, write_arrays
 
 DECODE_LOG_INTERVAL = 10.0  # seconds between two progress lines
 _LOCK_POLL_SECONDS = 0.2
+_FAILURES = {  # of a disk or a share, a missing permission, or too many open files; not of the content of a file
+    *(errno.EIO, errno.ENOENT, errno.EACCES, errno.ENODEV, errno.ENXIO, errno.EMFILE, errno.ENFILE),
+    *(errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ECONNRESET),
+}
 
 
 def cache_error(folder: Path, error: OSError) -> InputError:
@@ -64,6 +70,17 @@ def stamp(file: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
+def can_be_read(file: FilePath) -> bool:
+    """Return whether a file can be read to its end."""
+    try:
+        with open_regular_file(file) as stream:
+            while stream.read(2**20):
+                pass
+    except OSError:
+        return False
+    return True
+
+
 def check_memory(needed: int, what: str, remedy: str) -> None:
     """Raise an `InputError` if memory is too small."""
     free = available_memory()
@@ -81,11 +98,17 @@ class Storage(ABC):
         self.index, self.count, self.folder = index, index.count, folder
         self.done = 0  # number of images, from the first, that are decoded or unreadable
         self.unreadable = dict[int, str]()  # sorted indices of unreadable images, with the reasons
+        self.failed = set[int]()  # those whose files could not be read, for example on a share that was offline
 
     @property
     def readable(self) -> np.ndarray:
         """Sorted indices of the readable images, int64."""
         return np.delete(np.arange(self.count), list(self.unreadable))
+
+    @property
+    def failed_files(self) -> tuple[FilePath, ...]:
+        """Files that could not be read. Their content may be valid, and is used once `can_be_read`."""
+        return tuple(dict.fromkeys(place.file for place in self.index.places(np.array(sorted(self.failed), int))))
 
     def file(self, name: str) -> Path:
         """Return a file of the folder."""
@@ -99,12 +122,15 @@ class Storage(ABC):
         try:
             columns = read_arrays(self.file("about.npz"))
             self.unreadable = dict(zip(columns["unreadable"].tolist(), columns["reasons"].tolist(), strict=True))
-            return self._open(columns)
+            self.failed = set(columns["failed"].tolist()) if "failed" in columns else set()
+            if not any(map(can_be_read, self.failed_files)):
+                return self._open(columns)
+            log.info("%s lacks images that could not be read, and can be now: all are decoded again", self.folder)
         except FileNotFoundError:
             pass
         except Exception as error:  # a damaged file can raise any exception
             log.warning("%s is damaged (%s): its images are decoded again", self.folder, error)
-        self.unreadable = {}
+        self.unreadable, self.failed = {}, set()
         return None
 
     def make(self, *, required: bool) -> ImageSource:
@@ -157,6 +183,8 @@ class Storage(ABC):
         for index, image in enumerate(self.index.decoding.each(batch), start):
             if isinstance(image, Exception):
                 unreadable[index] = unreadable_reason(image)
+                if isinstance(image, OSError) and image.errno in _FAILURES:
+                    self.failed.add(index)
             else:
                 self.write(index, image)
         return unreadable
@@ -181,6 +209,7 @@ class Storage(ABC):
             columns = self._complete_files() | {
                 "unreadable": np.array(list(self.unreadable), dtype=np.int64),
                 "reasons": np.array(list(self.unreadable.values()), dtype=np.str_),
+                "failed": np.array(sorted(self.failed), dtype=np.int64),
             }
             write_arrays(self.file("about.npz"), columns)
             self.file("note.json").unlink(missing_ok=True)
@@ -225,11 +254,16 @@ class Storage(ABC):
             return 0, {}
 
     def _save_progress(self) -> None:
-        """Write the note, if there is a folder; the images that it counts are on the disk before."""
+        """Write the note, if there is a folder; the images that it counts are on the disk before.
+
+        It ends before the first image whose file could not be read, which the next process tries again.
+        """
         if self.folder is not None:
+            done = min(self.done, *self.failed, self.count)
+            unreadable = {index: reason for index, reason in self.unreadable.items() if index < done}
             with cache_errors(self.folder):
                 self._flush()
-                write_text(self.file("note.json"), json.dumps({"done": self.done, "unreadable": self.unreadable}))
+                write_text(self.file("note.json"), json.dumps({"done": done, "unreadable": unreadable}))
 
     def receive(self, batch: Sequence[Encoded]) -> None:  # noqa: B027, only some need it
         """Take the next encoded images, before they are decoded; called in their order."""
