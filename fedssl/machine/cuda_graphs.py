@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fedssl.errors import InputError, RequestRefused
@@ -27,6 +27,7 @@ BUILT_IN = (
     "strategies.",
     "torch.optim.",
 )  # modules whose steps are tested to give the same numbers when captured
+LIBRARIES = ("torch.nn.", "torchvision.", "timm.")  # whose networks depend on tensors alone
 
 TrainStep = Callable[[Views], Tensor]
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
@@ -124,8 +125,9 @@ def captures_steps(
     Parameters
     ----------
     wanted : bool or None
-        None captures them on devices with CUDA or ROCm if they can be captured and the parts are built in, because a
-        plugin may depend on a number of Python that a captured step would not update.
+        None captures them on devices with CUDA or ROCm if they can be captured, and the parts and all their modules,
+        such as the encoder, are built in: a plugin may depend on a number of Python that a captured step would not
+        update.
     optimizer : mapping
         Settings of the optimizer, which must support ``fused`` for capture.
     parts : sequence
@@ -140,10 +142,16 @@ def captures_steps(
     if wanted and reason:
         raise InputError(reason)
     if wanted is None:
-        modules = [optimizer["_target_"], *(type(part).__module__ for part in parts)]
-        built_in = all(module.startswith(BUILT_IN) for module in modules)
+        built_in = optimizer["_target_"].startswith(BUILT_IN) and all(map(_is_built_in, parts))
         wanted = device.type == CUDA and built_in and reason is None
     return wanted and is_gpu(device)
+
+
+def _is_built_in(part: Capturable) -> bool:
+    networks = part.modules() if isinstance(part, nn.Module) else ()
+    return type(part).__module__.startswith(BUILT_IN) and all(
+        type(network).__module__.startswith((*BUILT_IN, *LIBRARIES)) for network in networks
+    )
 
 
 def _reason_against(optimizer: Mapping[str, Any], parts: Sequence[Capturable]) -> str | None:

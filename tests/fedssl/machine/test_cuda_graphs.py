@@ -308,6 +308,17 @@ def test_plugins_are_captured_on_request_only():
         assert captures_steps(True, optimizer, [part], cuda)
 
 
+def test_an_encoder_of_a_plugin_is_captured_on_request_only():
+    """It may skip blocks by random numbers of Python, as stochastic depth does, which a captured step never draws."""
+    settings = {**SGD, "fused": None}
+    for encoder in ("vit_tiny", "resnet18", "timm"):
+        method = build_method(compose([f"encoder={encoder}", "dataset=digits", "dataset.size=32"]).model)
+        assert captures_steps(None, settings, [method], torch.device("cuda"))
+    method.encoder.__class__ = type("Mine", (type(method.encoder),), {"__module__": "mine"})
+    assert not captures_steps(None, settings, [method], torch.device("cuda"))
+    assert captures_steps(True, settings, [method], torch.device("cuda"))
+
+
 def test_reading_a_number_off_the_device_ends_the_recording():
     """The stand-in refuses what a GPU refuses; otherwise it would prove nothing of steps that wait."""
     recorder = Recorder()
