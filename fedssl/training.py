@@ -72,7 +72,7 @@ class LocalTrainer:
             precision=settings.precision,
             clip_norm=settings.clip_norm,
             channels_last=settings.channels_last,
-            graphs=CudaGraphCache(optimizer) if captured else None,
+            graphs=CudaGraphCache(optimizer, required=bool(settings.cuda_graphs)) if captured else None,
         )
 
     def autocast(self, device: torch.device) -> torch.autocast:

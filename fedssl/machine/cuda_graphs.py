@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fedssl.errors import InputError, RequestRefused
+from fedssl.logs import log
 from fedssl.machine.devices import CUDA, is_gpu
+from fedssl.machine.out_of_memory import free_cached_memory
 from fedssl.views import Views
 
 WARMUP_STEPS = 3  # eager steps before capture: libraries choose kernels, the optimizer creates its state
@@ -53,14 +55,16 @@ class CudaGraphCache:
 
     The optimizer must be fused, see `captures_steps`; its learning rates become tensors. ``capture`` runs a step
     without arguments once, and returns a function that replays it and its static result; the default is a CUDA graph.
+    If a capture fails, ``required`` refuses the training. Otherwise this and all later steps run without graphs.
     """
 
-    def __init__(self, optimizer: Optimizer, capture: Capture | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, capture: Capture | None = None, *, required: bool = True) -> None:
         device = optimizer.param_groups[0]["params"][0].device
         self._optimizer, self._capture = optimizer, capture or capture_on_gpu(device)
         self._captured: dict[_Kind, _CapturedStep] = {}
         self._done: Counter[_Kind] = Counter()  # steps of every kind
         self._trained: list[bool] = []
+        self._required, self._has_failed = required, False
         for group in optimizer.param_groups:
             group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
             if "capturable" in group:
@@ -93,15 +97,32 @@ class CudaGraphCache:
         captured = self._captured.get(kind)
         self._done[kind] += 1
         if captured is None:
-            if self._done[kind] <= WARMUP_STEPS or not self._make_room(kind):
+            if self._has_failed or self._done[kind] <= WARMUP_STEPS or not self._make_room(kind):
                 return step(inputs)
-            static = inputs.with_tensors([x.clone() for x in tensors])
-            captured = self._captured[kind] = _CapturedStep(static, *self._capture(lambda: step(static)))
-            return captured.result
+            return self._first_of(kind, step, inputs)
         for static_input, x in zip(captured.inputs.tensors(), tensors, strict=True):
             static_input.copy_(x)
         captured.replay()
         return captured.result
+
+    def _first_of(self, kind: _Kind, step: TrainStep, inputs: Views) -> Tensor:
+        """Capture a step of a kind, run it, and return its result."""
+        try:
+            static = inputs.with_tensors([x.clone() for x in inputs.tensors()])
+            captured = self._captured[kind] = _CapturedStep(static, *self._capture(lambda: step(static)))
+            return captured.result
+        except RuntimeError as error:
+            if self._required and isinstance(error, torch.OutOfMemoryError):
+                raise
+            if self._required:
+                raise RequestRefused(f"a training step cannot be captured ({error}); set cuda_graphs=false") from error
+            reason = str(error).strip().partition("\n")[0]
+        # Nothing has been computed. Graphs keep memory that other steps cannot use, and gradients may be in it.
+        self._has_failed, self._captured = True, {}
+        self._optimizer.zero_grad(set_to_none=True)
+        free_cached_memory()
+        log.warning("training goes on without CUDA graphs, because a step cannot be captured: %s", reason)
+        return step(inputs)
 
     def _make_room(self, kind: _Kind) -> bool:
         """Return whether a kind of step can be captured, if need be instead of one that is half as frequent.
@@ -187,14 +208,9 @@ def capture_on_gpu(device: torch.device) -> Capture:
         if not graphs:
             pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads of the process may use the GPU at the same time.
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                result = step()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise RequestRefused(f"a training step cannot be captured ({error}); set cuda_graphs=false") from error
+        # Other threads of the process may use the GPU at the same time.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            result = step()
         graphs.add(graph)
         graph.replay()  # capturing does not run the step
         return graph.replay, result

@@ -1,13 +1,5 @@
 """Recorded steps, without a GPU: what a step asks for is recorded on the CPU, and done again on the same memory."""
 
-from collections import Counter
-from contextlib import contextmanager
-from dataclasses import replace
-from itertools import count
-from types import SimpleNamespace
-from unittest.mock import Mock
-from weakref import finalize
-
 import pytest
 import torch
 
@@ -16,71 +8,22 @@ from fedssl.config.load import compose
 from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.machine import cuda_graphs
-from fedssl.machine.cuda_graphs import WARMUP_STEPS, CudaGraphCache, capture_on_gpu, captures_steps
+from fedssl.machine.cuda_graphs import captures_steps
 from fedssl.methods.base import build_method
 from fedssl.methods.simclr import SimCLR
 from fedssl.regularizers import fur
 from fedssl.regularizers.base import Regularizer
-from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import seed_torch, torch_generator
 from fedssl.training import LocalTrainer, train
 from tests.cases import some
 from tests.federation import Federation
 from tests.gpu_stand_in import treat_cpu_as_gpu
 from tests.methods import METHODS, overrides_of
+from tests.recorded_client import SMALL, Client, both_ways
 from tests.recording import Recorder
-
-# 2^-10 is the same number in float32, in which recorded steps read it.
-SMALL = ["dataset=digits", "encoder.width=4", "batch_size=8", "local_epochs=2", "optimizer.fused=true"]
-SMALL += ["optimizer.lr=0.0009765625", "threads=1"]
-
 
 GPU_SETTINGS = ["optimizer=adamw", "optimizer=adam", "clip_norm=0.01", "precision=bf16", "gpu_augmentation=triton"]
 GPU_SETTINGS += [f"regularizer={name}" for name in ("prox", "fur", "decorr", "alignment", "l2_sp")]
-
-
-class Client:
-    """A method, and how it is trained, in several rounds on the same images."""
-
-    def __init__(self, *overrides, record=None):
-        settings = compose([*SMALL, *overrides])
-        self.method = build_method(settings.model)
-        self.training = LocalTrainer.build(settings.training, self.method)
-        if record is not None:
-            self.training = replace(self.training, graphs=CudaGraphCache(self.training.optimizer, record))
-        self.rounds, self.losses = 0, []
-
-    def round(self, num_images=24, *, depth=None, frozen=0):
-        images = torch.randint(256, (num_images, 1, 8, 8), dtype=torch.uint8, generator=torch_generator(0, "pictures"))
-        labels = torch.arange(num_images) % 10 if self.method.uses_labels else None
-        seed_path = (0, "round", self.rounds)
-        seed_torch(self.rounds, torch.device("cpu"))
-        with set_active_stages(self.method, depth=depth, frozen=frozen):
-            self.method.start_round(first=self.rounds == 0 or depth is not None)
-            self.training.reset_optimizer(lr_factor=0.5**self.rounds)
-            rows, generator = torch.arange(num_images), torch_generator(*seed_path)
-            own = {"training": self.training, "generator": generator, "labels": labels}
-            self.losses.append(train(self.method, TensorImages(images), rows, **own).loss)
-            self.method.end_round()
-        self.rounds += 1
-
-    def views(self, num_images=4):
-        images = torch.zeros(num_images, 1, 8, 8, dtype=torch.uint8)
-        return self.training.augment(images, torch_generator(0, "views"))
-
-    def is_like(self, other):
-        mine, theirs = self.method.state_dict(), other.method.state_dict()
-        return self.losses == other.losses and all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-
-def both_ways(*overrides, rounds=2, **how):
-    """A client whose steps are recorded, the recorder, and a client whose steps are not."""
-    recorder = Recorder()
-    recorded, plain = Client(*overrides, record=recorder), Client(*overrides)
-    for client in (recorded, plain):
-        for _ in range(rounds):
-            client.round(**how)
-    return recorded, recorder, plain
 
 
 @pytest.mark.parametrize("method", some(METHODS, default=("dino", "mae", "swav")))
@@ -166,62 +109,6 @@ def test_a_new_stage_is_captured_anew(method, schedule):
             client.round(depth=depth, frozen=depth - 1 if schedule == "layer_wise" else 0)
     assert (recorder.recorded, recorder.replayed) == (2, 2 + 8)
     assert recorded.is_like(plain)
-
-
-def test_graphs_share_a_pool_while_one_of_them_exists(monkeypatch):
-    """PyTorch's allocator counts the graphs of a pool, and refuses one whose count is back at 0."""
-    opened: Counter[int] = Counter()
-
-    class Graph:
-        def replay(self):
-            pass
-
-    @contextmanager
-    def graph(new, *, pool, stream, capture_error_mode):
-        if pool in opened and opened[pool] == 0:
-            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
-        opened[pool] += 1
-        finalize(new, lambda: opened.subtract([pool]))
-        yield
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", count(1).__next__)
-    monkeypatch.setattr(torch.cuda, "Stream", Mock)
-    client, views = Client(), [Client().views(size) for size in (4, 5)]
-    cache = CudaGraphCache(client.training.optimizer, capture_on_gpu(torch.device("cuda")))
-    for depth in (1, 2):
-        with set_active_stages(client.method, depth=depth, frozen=depth - 1):
-            cache.reset_optimizer([0.1])
-            for batch in (*views,) * (WARMUP_STEPS + 1):
-                cache.run(lambda views: views[0].images.sum(), batch)
-    assert opened == {1: 0, 2: 2}
-
-
-def test_graphs_are_captured_on_a_stream_of_their_device_that_no_other_trainer_uses(monkeypatch):
-    """PyTorch's own stream for captures is made once. Work of other devices is not captured by it.
-
-    cuBLAS's memory belongs to a stream, and PyTorch frees it with any graph that was captured on it.
-    """
-    own = SimpleNamespace(device=torch.device("cuda", 0))
-    used = []
-
-    @contextmanager
-    def graph(new, *, pool, stream=own, capture_error_mode):
-        used.append(stream)
-        yield
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Mock)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
-    devices = [torch.device("cuda", index) for index in (0, 1, 1)]
-    captures = [capture_on_gpu(device) for device in devices]
-    for capture in captures * 2:
-        capture(lambda: torch.ones(()))
-    assert [stream.device for stream in used] == devices * 2
-    assert used[:3] == used[3:]
-    assert len({id(stream) for stream in used}) == 3
 
 
 def test_numbers_that_change_between_rounds_are_captured_anew():
