@@ -75,15 +75,18 @@ def client_memory(client_yaml: str) -> ClientMemory | None:
     try:
         worker = ClientWorker(settings)
         assert worker.client_indices is not None  # of simulated clients
-        largest = torch.from_numpy(np.asarray(max(worker.client_indices, key=len)))
-        train(
-            worker.method,
-            worker.images,
-            largest[: worker.training.batch_size],
-            training=replace(worker.training, epochs=MEASURED_STEPS),
-            generator=torch_generator(settings.seed, "memory"),
-            labels=worker.labels,
-        )
+        largest = torch.from_numpy(np.asarray(max(worker.client_indices, key=len)))[: worker.training.batch_size]
+        smaller = largest[: max(len(largest) - 1, worker.method.min_batch_size)]
+        # Captured steps keep their memory, and steps of another batch size need as much again before their capture.
+        for batch in [largest] if worker.training.graphs is None else [largest, smaller]:
+            train(
+                worker.method,
+                worker.images,
+                batch,
+                training=replace(worker.training, epochs=MEASURED_STEPS),
+                generator=torch_generator(settings.seed, "memory"),
+                labels=worker.labels,
+            )
     except Exception as error:
         if not is_out_of_memory(error):
             raise
