@@ -66,7 +66,17 @@ def invite(options: argparse.Namespace) -> str:
     check_address("--server", options.server)
     if options.output and len(options.names) > 1:
         raise InputError(f"--output names one kit, but {len(options.names)} names are given; leave it out")
-    return "\n".join(_invite(name, options.output or Path(f"{name}.kit"), options) for name in options.names)
+    files = {name: options.output or Path(f"{name}.kit") for name in options.names}
+    for name, file in files.items():  # before any key is registered
+        if os.path.lexists(file):
+            more = f", or leave {name} out" if len(files) > 1 else ", or choose another --output"
+            raise InputError(f"{file} exists; remove it{more}")
+    if options.with_key:
+        with _control(options) as control:
+            devices = registered_devices(control)
+        for name in files:
+            _check_unused(name, devices)
+    return "\n".join(_invite(name, file, options) for name, file in files.items())
 
 
 def _invite(name: str, file: Path, options: argparse.Namespace) -> str:
@@ -74,9 +84,12 @@ def _invite(name: str, file: Path, options: argparse.Namespace) -> str:
     if options.with_key:
         key = new_private_key()
         with _control(options) as control:
-            _check_unused(name, registered_devices(control))
             write_kit(make_kit(name, options.server, certificate=certificate, private_key=key), file)
-            control_internals.register_node(control, public_key(key), name=name)
+            try:
+                control_internals.register_node(control, public_key(key), name=name)
+            except BaseException:  # nobody can use the kit
+                file.unlink(missing_ok=True)
+                raise
         return f"{file} has the private key of {name}, which is registered; pass it on confidentially"
     write_kit(make_kit(name, options.server, certificate=certificate), file)
     return (
@@ -98,19 +111,19 @@ def add(options: argparse.Namespace) -> str:
 def remove(options: argparse.Namespace) -> str:
     """Remove a device. The SuperLink rejects its further requests, also in a running round."""
     with _control(options) as control:
-        node = _node(options.name, registered_devices(control))
-        control_internals.unregister_node(control, node)
-    return f"{options.name} (node {node}) is removed; its key cannot be registered again"
+        device = _device(options.name, registered_devices(control))
+        control_internals.unregister_node(control, device["node"])
+    return f"{options.name} (node {device['node']}) is removed; its key cannot be registered again"
 
 
 def rotate(options: argparse.Namespace) -> str:
-    """Replace the key of a device. The name stays, so that runs give it the same client id."""
+    """Replace the key of a device. The name stays, also if its node ID is given: runs give it the same client id."""
     key = read_public_key(options.key)
     with _control(options) as control:
-        old = _node(options.name, registered_devices(control))
-        node = control_internals.register_node(control, key, name=options.name)
-        control_internals.unregister_node(control, old)
-    return f"{options.name} is node {node} now; node {old} is removed"
+        old = _device(options.name, registered_devices(control))
+        node = control_internals.register_node(control, key, name=old["name"])
+        control_internals.unregister_node(control, old["node"])
+    return f"{old['name'] or 'the device'} is node {node} now; node {old['node']} is removed"
 
 
 def list_devices(options: argparse.Namespace) -> str:
@@ -222,8 +235,8 @@ def _check_unused(name: str, devices: Sequence[Row]) -> None:
         )
 
 
-def _node(name: str, devices: Sequence[Row]) -> int:
-    named: list[int] = [device["node"] for device in devices if name in (device["name"], str(device["node"]))]
+def _device(name: str, devices: Sequence[Row]) -> Row:
+    named = [device for device in devices if name in (device["name"], str(device["node"]))]
     if len(named) != 1:
         found = f"{len(named)} devices" if named else "no device"
         raise InputError(f"{found} {name} registered; give a name or node ID of `fedssl-fleet list`")

@@ -7,6 +7,7 @@ import shlex
 import stat
 import sys
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -211,3 +212,41 @@ def test_setup_becomes_the_supernode(running, call, tmp_path, monkeypatch):
     unit = (DEPLOY / "systemd" / "fedssl-supernode.service").read_text()
     (line,) = re.findall(r"^Environment=(MALLOC_.*)$", unit, flags=re.MULTILINE)
     assert dict(word.split("=") for word in line.split()) == device_cli.ALLOCATOR
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """The devices of a SuperLink that accepts each name but ``lost``, by node ID."""
+    devices = {7: "garden"}
+
+    def register(control, key, *, name):
+        if name == "lost":
+            raise InputError("no connection")
+        devices[max(devices) + 1] = name
+        return max(devices)
+
+    monkeypatch.setattr(cli, "_control", lambda options: nullcontext())
+    monkeypatch.setattr(cli, "registered_devices", lambda control: [{"name": n, "node": i} for i, n in devices.items()])
+    monkeypatch.setattr(cli.control_internals, "register_node", register)
+    monkeypatch.setattr(cli.control_internals, "unregister_node", lambda control, node: devices.pop(node))
+    return devices
+
+
+def test_a_device_keeps_its_name_if_its_key_is_rotated_by_node(registered, operator, keys):
+    assert operator("rotate", "7", keys / "nodes" / "garden.pub") == (0, "garden is node 8 now; node 7 is removed\n")
+    assert registered == {8: "garden"}
+
+
+def test_kits_are_made_for_all_names_or_none(registered, operator, keys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ("--server", "127.0.0.1:443", "--certificates", keys / "ca.crt", "--with-key")
+    (tmp_path / "shed.kit").write_text("")
+    status, text = operator("invite", "roof", "shed", *options)
+    assert (status, "shed.kit exists; remove it, or leave shed out" in text) == (2, True)
+    status, text = operator("invite", "roof", "garden", *options)
+    assert (status, "a device garden is registered already" in text) == (2, True)
+    assert registered == {7: "garden"}
+    assert operator("invite", "lost", *options)[0] == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["shed.kit"]  # no kit without a registered key
+    assert operator("invite", "roof", *options)[0] == 0
+    assert registered == {7: "garden", 8: "roof"}
