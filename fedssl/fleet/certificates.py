@@ -93,12 +93,16 @@ def sign(text: bytes, key: EllipticCurvePrivateKey) -> bytes:
 
 
 def verify(text: bytes, signature: bytes, *, certificate: bytes, authority: bytes) -> None:
-    """Raise `ValueError` unless the certificate's key signed the text, and the authority the certificate."""
+    """Raise `ValueError` unless the certificate's key signed the text, and the authority the certificate.
+
+    ``authority`` may have several certificates, as while a fleet changes to another authority.
+    """
     if not signature:
         raise ValueError("it is not signed")
     try:
         server = x509.load_pem_x509_certificate(certificate)
-        server.verify_directly_issued_by(x509.load_pem_x509_certificate(authority))
+        if not any(_is_issued(server, signer) for signer in x509.load_pem_x509_certificates(authority)):
+            raise ValueError("another authority signed its certificate")
         key = server.public_key()
         if not isinstance(key, EllipticCurvePublicKey):
             raise ValueError("its certificate has another kind of key")
@@ -107,3 +111,11 @@ def verify(text: bytes, signature: bytes, *, certificate: bytes, authority: byte
         raise ValueError("its signature is not from the server of this fleet") from error
     if not server.not_valid_before_utc <= datetime.datetime.now(datetime.UTC) <= server.not_valid_after_utc:
         raise ValueError("the certificate of its signature has expired")
+
+
+def _is_issued(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (InvalidSignature, ValueError, TypeError):
+        return False
+    return True

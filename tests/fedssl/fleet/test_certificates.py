@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, generate_pri
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from fedssl.errors import InputError
-from fedssl.fleet.certificates import check_validity, root_certificates
+from fedssl.fleet.certificates import check_validity, load_signing_key, root_certificates, sign, verify
 from fedssl.fleet.kit import make_kit
 
 NOW = datetime.datetime.now(datetime.UTC)
@@ -59,3 +59,13 @@ def test_certificates_that_are_not_valid_now(tmp_path, start, end):
     with pytest.raises(InputError, match=r"is valid from .* to .*, and the clock here shows \d{4}-\d\d-\d\d; create"):
         check_validity("--certificates", tmp_path / "ca.crt", self_signed(start, end))
     check_validity("--certificates", tmp_path / "ca.crt", self_signed(start, end) + self_signed(-1, 1))  # a renewed one
+
+
+def test_a_signature_is_valid_by_any_certificate_of_the_authority(keys):
+    own, other = (keys / "ca.crt").read_bytes(), self_signed(-1, 1)
+    signature = sign(b"text", load_signing_key(keys / "server.key"))
+    for authority in (own, own + other, other + own):
+        verify(b"text", signature, certificate=(keys / "server.crt").read_bytes(), authority=authority)
+    for authority in (other, other + other):
+        with pytest.raises(ValueError, match="its signature is not from the server of this fleet"):
+            verify(b"text", signature, certificate=(keys / "server.crt").read_bytes(), authority=authority)
