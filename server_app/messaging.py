@@ -31,6 +31,7 @@ class ClientMessenger:
         self._grid, self._keep_contents, self._on_activity = grid, keep_contents, on_activity
         # Messages of earlier exchanges without a reply, by message id.
         self.pending: dict[str, Message] = {}
+        self._sent_at: dict[str, float] = {}  # monotonic time, since the clock may be corrected meanwhile
         # Messages of earlier exchanges and the replies to them that arrived during the newest one.
         self.late_replies: list[tuple[Message, Message]] = []
 
@@ -40,8 +41,9 @@ class ClientMessenger:
 
     def expire(self, *, older_than: float) -> None:
         """Stop waiting for replies to messages that are more than ``older_than`` seconds old."""
-        oldest = time.time() - older_than
-        self.pending = {id: message for id, message in self.pending.items() if message.metadata.created_at > oldest}
+        oldest = time.monotonic() - older_than
+        self.pending = {id: message for id, message in self.pending.items() if self._sent_at[id] > oldest}
+        self._sent_at = {id: self._sent_at[id] for id in self.pending}
 
     def send_and_receive(
         self,
@@ -95,7 +97,7 @@ class ClientMessenger:
             for id, message in unanswered.items():
                 if not self._keep_contents:
                     message.content = RecordDict()
-                self.pending[id] = message
+                self.pending[id], self._sent_at[id] = message, now
             self._on_activity(set(), self.pending_nodes())
 
 

@@ -313,3 +313,14 @@ def test_fewer_than_are_to_train_are_all_asked():
     directory = replace(run.federation.directory, nodes={1: 3, 3: 5})
     run.federation = replace(run.federation, directory=directory)
     assert clients(run.round()) == [1, 3]
+
+
+@pytest.mark.parametrize("hours", [-48, 48])
+def test_a_corrected_clock_changes_no_late_reply(hours, monkeypatch):
+    """Client 1 replies late; it is awaited for the timeout, whatever the clock shows meanwhile."""
+    run = Run(2, lambda client, round: (NEVER if client else 1, "good"), clients_per_round=2, round_deadline=0.2)
+    run.round()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3600 * hours)
+    assert len(run.exchange.in_flight(timeout=60)) == 1
+    assert not run.exchange.in_flight(timeout=0)
