@@ -76,6 +76,17 @@ def updates_are_summed(parts: RunParts) -> Problem:
     )
 
 
+def rounds_are_released_once(parts: RunParts) -> Problem:
+    """Require a checkpoint of each round: a resumed run would release others anew, with uncounted noise, to devices."""
+    every = parts.settings.recording.checkpoint_every
+    if not parts.settings.privacy or not parts.context.is_deployment or every == 1:
+        return None
+    return (
+        f"privacy=central counts each round once, but with checkpoint_every={every} a resumed run releases up to "
+        f"{every - 1} rounds to the devices again; set checkpoint_every=1"
+    )
+
+
 class Privacy(Mod):
     """Clips updates and adds noise to their mean.
 
@@ -91,7 +102,7 @@ class Privacy(Mod):
 
     sees_updates = True
     settings_rules = (contributions_stay_hidden,)
-    run_rules = (updates_are_summed,)
+    run_rules = (updates_are_summed, rounds_are_released_once)
     round_rules = (needs_full_exchange("privacy=central"),)
 
     def __init__(

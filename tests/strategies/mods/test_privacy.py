@@ -1,6 +1,7 @@
 """Differential privacy by the server: what it clips, how much noise it adds, and what epsilon is."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from fedssl.config.aggregation_settings import PrivacySettings
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
 from simulation.run import run
-from strategies.mods.privacy import Privacy, _delta, epsilon
+from strategies.mods.privacy import Privacy, _delta, epsilon, rounds_are_released_once
 from tests.federation import Federation
 from tests.runs import read_lines, read_summary
 
@@ -139,3 +140,13 @@ def test_statistics_that_the_tuning_freezes_are_allowed(tmp_path):
     released = Federation(tmp_path, *SMALL, *PRIVATE, *frozen).run(1)
     assert released
     assert not any(name.startswith("encoder.") and "running" in name for name in released)
+
+
+@pytest.mark.parametrize(("deployed", "every", "refused"), [(True, 1, False), (True, 5, True), (False, 5, False)])
+def test_devices_receive_no_round_that_a_resumed_run_does_not_count(deployed, every, refused):
+    settings = SimpleNamespace(privacy=object(), recording=SimpleNamespace(checkpoint_every=every))
+    parts = SimpleNamespace(settings=settings, context=SimpleNamespace(is_deployment=deployed))
+    assert rounds_are_released_once in Privacy.run_rules
+    problem = rounds_are_released_once(parts)
+    assert (problem is not None) == refused
+    assert problem is None or problem.endswith("releases up to 4 rounds to the devices again; set checkpoint_every=1")
