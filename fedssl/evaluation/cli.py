@@ -5,12 +5,13 @@
 
 ``--config-dir FOLDER`` adds settings of your own encoders and data sets. The default data set is the run's;
 ``dataset.key=value`` changes its settings (``dataset.path=...``). Images are resized to the encoder's size, unless
-``dataset.size=`` is given, and standardized as in its training. The result is printed and written to
+``dataset.size=`` is given, and scaled and standardized as in its training, unless the data set has another window,
+percentiles, background or dtype. The result is printed and written to
 ``evaluation/<protocol>-<dataset>.json`` beside the encoder; the file of ``fedu/linear`` begins with ``fedu_linear``.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,10 +28,11 @@ from fedssl.config.hydra_internals import apply_overrides
 from fedssl.config.load import compose
 from fedssl.config.overrides import parse
 from fedssl.config.saved_run import read_settings
-from fedssl.config.settings import DataSettings, Settings
+from fedssl.config.settings import Component, DataSettings, Settings
 from fedssl.config.targets import choice_targets, normalize, search_folders
 from fedssl.config.typed_settings import make_settings
 from fedssl.config.validation import check_types, validate_config
+from fedssl.datasets.raster import PIXELS
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import evaluate_domains, evaluation_problem, log_unknown_classes, make_evaluation_input
 from fedssl.evaluation.scores import Score, column_title, format_table, to_flat_dict, units_of
@@ -79,7 +81,7 @@ def evaluate_encoder(overrides: Sequence[str]) -> Evaluation:
     protocol = settings.evaluation.protocol.instantiate()
     torch.set_num_threads(settings.machine.threads)
     encoder = load_user_encoder(file, search_folders(others))
-    data = match_encoder(encoder, settings.data, explicit_size="dataset.size" in values)
+    data = match_encoder(encoder, settings.data, given=values)
     device, needs_labels = select_device(settings.machine.device), protocol.needs_labels
     evaluation_input = make_evaluation_input(encoder, data, device=device, needs_labels=needs_labels)
     if evaluation_input is None:
@@ -175,13 +177,28 @@ def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Setting
     return make_settings(config, choices, overrides=overrides, resumed=None)
 
 
-def match_encoder(encoder: Any, data: DataSettings, *, explicit_size: bool) -> DataSettings:
-    """Set the encoder's statistics, and its image size unless ``explicit_size``, in the settings of a data set."""
+def match_encoder(encoder: Any, data: DataSettings, *, given: Collection[str]) -> DataSettings:
+    """Set the encoder's statistics in the settings of a data set, and its size and pixels, unless others are set.
+
+    ``given`` are the keys of the overrides.
+    """
     if data.channels != encoder.channels:
         raise InputError(
             f"the encoder needs images with {encoder.channels} channel(s) but dataset.channels={data.channels}; add "
             f"dataset.channels={encoder.channels}, which converts between gray and RGB only"
         )
-    if not explicit_size:
+    if "dataset.size" not in given:
         data = data.resized(encoder.size)
-    return replace(data, mean=encoder.mean, std=encoder.std)
+    reader = Component({**data.reader.values, **_pixels_of(encoder, data.reader.values, given)})
+    return replace(data, reader=reader, mean=encoder.mean, std=encoder.std)
+
+
+def _pixels_of(encoder: Any, settings: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """Return the encoder's settings of pixels that a data set has, where it has the defaults."""
+    usual = {key for key in PIXELS.keys() & settings.keys() if settings[key] == PIXELS[key]}
+    usual -= {key for key in usual if f"dataset.{key}" in given}
+    limits = {"window", "percentiles"}
+    if not limits <= usual:  # they exclude each other
+        usual -= limits
+    values = vars(encoder.preprocess)
+    return {key: values[key] for key in usual if values[key] != PIXELS[key]}

@@ -100,7 +100,8 @@ def _check(options: Mapping[str, str], others: Sequence[str]) -> bool:
 def _images(source: ExportSource, others: Sequence[str]) -> Tensor:
     """Draw the images for int8 from the data set, with the encoder's channels and size."""
     settings = compose_evaluation(others, run=None if source.run is None else source.run.folder)
-    images = load_federated(match_encoder(source.encoder, settings.data, explicit_size=False)).images
+    given = {override.partition("=")[0] for override in others} - {"dataset.size"}
+    images = load_federated(match_encoder(source.encoder, settings.data, given=given)).images
     if len(images) < CALIBRATION + MEASURED:
         raise InputError(
             f"precision=int8 needs {CALIBRATION} images for calibration and {MEASURED} others to compare with fp32, "

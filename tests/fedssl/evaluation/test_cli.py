@@ -4,9 +4,11 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from PIL import Image
 
 from fedssl.config.load import compose
 from fedssl.encoders import conv_small
@@ -23,11 +25,11 @@ def finished_run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write_encoder(file: Path, *, channels: int = 1, size: int = 8) -> None:
+def write_encoder(file: Path, *, channels: int = 1, size: int = 8, **metadata: object) -> None:
     torch.manual_seed(0)
     settings = {"_target_": "fedssl.encoders.conv_small", "channels": channels, "size": size, "width": 4}
     encoder = conv_small(channels=channels, size=size, width=4)
-    save_encoder(file, encoder, settings=settings, mean=[0.3] * channels, std=[0.4] * channels, metadata={})
+    save_encoder(file, encoder, settings=settings, mean=[0.3] * channels, std=[0.4] * channels, metadata=metadata)
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
@@ -59,6 +61,28 @@ def test_command_standardizes_and_resizes_as_in_training(tmp_path: Path, monkeyp
     assert report["dataset"]["size"] == 16
     assert report["dataset"]["mean"] == [0.3] * 3
     assert report["dataset"]["std"] == [0.4] * 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], {"window": [0, 4095], "percentiles": None, "background": 0}),
+        (["dataset.window=null"], {"window": None, "percentiles": None, "background": 0}),
+        (["dataset.percentiles=[1,99]"], {"window": None, "percentiles": [1, 99], "background": 0}),
+        (["dataset.window=[0,1023]", "dataset.background=7"], {"window": [0, 1023], "background": 7}),
+    ],
+)
+def test_command_scales_pixels_as_in_training_unless_told_otherwise(
+    overrides, expected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_encoder(tmp_path / "encoder.pt", **{"dataset.window": [0, 4095], "dataset.background": 0})
+    for number in range(20):
+        (folder := tmp_path / "images" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8), 200 * number, np.uint16)).save(folder / f"{number}.png")
+    source = [f"encoder={tmp_path / 'encoder.pt'}", "dataset=folder", f"dataset.path={tmp_path / 'images'}"]
+    assert command(monkeypatch, *source, "dataset.channels=1", "dataset.cache=null", *overrides) == 0
+    reader = json.loads((tmp_path / "evaluation" / "knn-folder.json").read_text())["dataset"]["reader"]["values"]
+    assert {key: reader[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize(
