@@ -44,6 +44,7 @@ from fedssl.machine.memory import available_memory, gigabytes
 
 _CHUNK = 64  # images whose logits have the size of images at a time
 _MODES = ("1", "L", "P", "I", "I;16")  # of one number per pixel
+_LOSSY = ("JPEG", "MPO")  # WebP and AVIF have no gray images
 _MAX_CLASS = 255
 _TRANSPOSED = 5  # the first EXIF orientation that exchanges width and height
 
@@ -127,6 +128,8 @@ def _open_mask(source: Any, decoding: Decoding) -> Image.Image:
         with open_source(content, decoding) as (_, page):
             if isinstance(page, Raster):
                 values = page.load()
+            elif page.format in _LOSSY:
+                raise InputError("it is a JPEG, whose compression changes class numbers; save masks as PNG")
             elif page.mode not in _MODES:
                 raise InputError(f"it has mode {page.mode}, but pixels are class numbers; save gray values")
             else:

@@ -123,6 +123,15 @@ def test_unsuitable_masks_are_refused(tmp_path: Path, mask_of, message: str):
         Segmentation(masks=str(tmp_path / "masks")).validate(subject, feature_dim=4)
 
 
+def test_masks_with_lossy_compression_are_refused(tmp_path: Path):
+    subject = write(tmp_path, count=2)
+    for file in (tmp_path / "masks").rglob("*.png"):
+        Image.open(file).save(file.with_suffix(".jpg"), quality=95)
+        file.unlink()
+    with pytest.raises(InputError, match=r"the mask of .*0.png cannot be used: it is a JPEG, .*; save masks as PNG"):
+        read_masks(subject.train, str(tmp_path / "masks"))
+
+
 def test_every_image_has_its_own_mask(tmp_path: Path):
     subject = write(tmp_path, count=2)
     folder = tmp_path / "masks"
