@@ -48,8 +48,10 @@ def read_features(file: Path, images: PathImages, embedder: Embedder) -> dict[st
     if not np.isfinite(features).all():
         raise InputError(f"embeddings={file} has values that are NaN or infinite; {again}")
     known, listed = dict(zip(names, features, strict=True)), images.names(np.arange(len(images)))
-    missing = [name for name in listed if name not in known]
-    if missing and (len(missing) == len(images) or "images" not in about):
+    absent = np.array([row for row, name in enumerate(listed) if name not in known], dtype=np.int64)
+    missing = [listed[row] for row in absent]
+    # A file has no features of unreadable images.
+    if missing and (len(missing) == len(images) or ("images" not in about and _any_readable(images, absent))):
         raise InputError(
             f"embeddings={file} has no features of {len(missing):,} of {len(images):,} images, such as {missing[0]}; "
             f"{again}"
@@ -60,6 +62,10 @@ def read_features(file: Path, images: PathImages, embedder: Embedder) -> dict[st
             f"dataset.* as for fedssl-embed, or {again}"
         )
     return known
+
+
+def _any_readable(images: PathImages, rows: np.ndarray) -> bool:
+    return any(len(block.rows) for block in images.images.at(rows).blocks(_CHECKED))
 
 
 def _agree(known: Mapping[str, np.ndarray], images: PathImages, embedder: Embedder, names: Sequence[str]) -> bool:

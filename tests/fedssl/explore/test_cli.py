@@ -92,6 +92,16 @@ def test_features_of_other_images_or_encoders_are_refused(run: Path, photos: Pat
             explore(source, f"images={images}", f"embeddings={tmp_path / name}")
 
 
+def test_features_of_a_file_may_lack_unreadable_images(run: Path, photos: Path) -> None:
+    file = run.parent / "features.npy"
+    (photos / "cat" / "bad.png").write_bytes(b"no image")
+    embed_cli.run([f"run={run}", f"images={photos}", f"out={file}", "device=cpu", "skip_unreadable=true"])
+    assert len(explore(run, f"images={photos}", f"embeddings={file}")[1]["names"]) == 40
+    write_images(photos, ["cat/new.png"])
+    with pytest.raises(InputError, match="no features of 2 of 42 images"):
+        explore(run, f"images={photos}", f"embeddings={file}")
+
+
 def test_many_images_are_sampled_with_a_sentence(run: Path, photos: Path) -> None:
     _, data = explore(run, f"images={photos}", "limit=11")
     assert data["names"] == [sorted(NAMES)[row] for row in sample(40, 11)]
