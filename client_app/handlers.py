@@ -259,7 +259,7 @@ def _with_retry(
         )
 
     return run_with_retry(
-        lambda: run(worker_for(settings, images=images)),
+        lambda used: run(worker_for(used, images=images)),
         settings=settings,
         stages=(plan.num_stages, plan.num_frozen_stages),
         try_steps=try_steps,

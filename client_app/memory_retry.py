@@ -2,10 +2,12 @@
 
 Each attempt has a new worker, so that nothing of the last one remains: weights, optimizer state, CUDA graphs and cached
 memory. All random numbers are functions of seed, client and round, and the state of the client is saved at the end.
-The second attempt therefore gives the numbers of an undisturbed one.
+The second attempt therefore gives the numbers of an undisturbed one. It captures no CUDA graphs by default, because
+they keep the memory of a step while steps of other batch sizes run without them.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -28,22 +30,22 @@ _remedies: dict[object, str] = {}  # that this process has measured, by settings
 
 
 def run_with_retry(
-    run: Callable[[], T],
+    run: Callable[[ClientSettings], T],
     *,
     settings: ClientSettings,
     stages: tuple[int | None, int],
     try_steps: TrySteps,
     names_others: bool,
 ) -> T:
-    """Return ``run()``. If the accelerator runs out of memory, free it and call ``run`` again.
+    """Return ``run(settings)``. If the accelerator runs out of memory, free it, and run again without CUDA graphs.
 
     Raise `RequestRefused` with a remedy if that fails as well. It is measured by ``try_steps``, once in this process
     for the settings and the active ``stages`` of the encoder. ``names_others`` states in it how much memory other
     processes use, which a device does not reveal.
     """
-    for next_step in ("is retried alone", "is dropped"):
+    for used, next_step in ((settings, "is retried alone"), (_without_graphs(settings), "is dropped")):
         try:
-            return run()
+            return run(used)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -53,6 +55,13 @@ def run_with_retry(
     if key not in _remedies:
         _remedies[key] = _reason(settings, try_steps, names_others=names_others)
     raise RequestRefused(_remedies[key])
+
+
+def _without_graphs(settings: ClientSettings) -> ClientSettings:
+    """Return settings in which no CUDA graphs are captured, unless they are requested."""
+    if settings.training.cuda_graphs:
+        return settings
+    return replace(settings, training=replace(settings.training, cuda_graphs=False))
 
 
 def _start_over() -> None:

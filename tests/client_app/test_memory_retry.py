@@ -1,12 +1,16 @@
 """A client that runs out of accelerator memory is retried, and then gets a batch size that fits."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
 
 from client_app import memory_retry, worker
 from client_app.app import app
+from client_app.memory_retry import run_with_retry
 from client_app.simulated import MARKER_KEY, SimulationMarker
+from fedssl.config.load import load_settings, parse_client_config, with_run_folder
 from fedssl.flower_internals import assign_message_id
 from fedssl.wire.messages import ClientUpdate
 from server_app.round import Round
@@ -41,6 +45,23 @@ def test_a_device_is_retried_from_the_same_start(plan, node, fail, tmp_path):  #
     assert len(attempts) == 3
     retried, undisturbed = (ClientUpdate.from_content(reply.content, 0).layers for reply in replies)
     assert all(np.array_equal(retried[name], undisturbed[name]) for name in undisturbed)
+
+
+@pytest.mark.parametrize(("chosen", "used"), [("null", [None, False]), ("false", [False] * 2), ("true", [True] * 2)])
+def test_the_second_attempt_captures_no_graphs_by_default(tmp_path, chosen, used):
+    """Steps before a capture need memory beside that of graphs, which may be too much for the client alone, too."""
+    overrides = ["dataset=digits", f"cuda_graphs={chosen}", "optimizer.fused=null"]
+    settings = parse_client_config(with_run_folder(load_settings(overrides), tmp_path).client_yaml)
+    attempts = []
+
+    def run(attempt_settings):
+        attempts.append(attempt_settings.training.cuda_graphs)
+        if len(attempts) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return "update"
+
+    retried = run_with_retry(run, settings=settings, stages=(None, 0), try_steps=Mock(), names_others=False)
+    assert (retried, attempts) == ("update", used)
 
 
 def test_a_device_replies_with_a_batch_size_that_fits(plan, node, fail):  # noqa: F811
