@@ -188,9 +188,10 @@ class Fleet:
         text = (DEPLOY / "systemd" / name).read_text().replace("\\\n", " ")
         [line] = re.findall(r"^ExecStart=(.*)$", text, flags=re.MULTILINE)
         places = {"/opt/fedssl/.venv": str(installation), "/etc/fedssl": str(self.keys), "/var/lib/fedssl": str(folder)}
+        words = shlex.split(line)
         for sandbox, own in places.items():
-            line = line.replace(sandbox, own)
-        return shlex.split(line)
+            words = [word.replace(sandbox, own) for word in words]
+        return words
 
     def _start(
         self,

@@ -1,5 +1,7 @@
 """The worker's model between two clients: what one client uploads is moved out, and the next one has to load it."""
 
+from collections import namedtuple
+
 import pytest
 import torch
 
@@ -98,13 +100,14 @@ def test_another_worker_is_released_before_the_next_is_built(monkeypatch):
     """Both need memory for images and a model. Images that have changed are read again."""
     forgotten = []
     monkeypatch.setattr(worker, "_workers", {})
-    monkeypatch.setattr(worker, "ClientWorker", lambda settings: (settings, dict(worker._workers)))
+    made = namedtuple("Worker", ["settings", "others", "failed_files"])
+    monkeypatch.setattr(worker, "ClientWorker", lambda settings: made(settings, dict(worker._workers), ()))
     monkeypatch.setattr(worker, "forget_images", lambda: forgotten.append(True))
     first = worker.worker_for("a")
     assert worker.worker_for("a") is first
-    assert worker.worker_for("b") == ("b", {})
+    assert worker.worker_for("b") == ("b", {}, ())
     assert not forgotten
     changed = worker.worker_for("b", images="1")
     assert worker.worker_for("b", images="1") is changed
-    assert changed == ("b", {})
+    assert changed == ("b", {}, ())
     assert len(forgotten) == 1

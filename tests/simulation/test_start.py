@@ -1,5 +1,6 @@
 """Commands that train nothing start without slow imports: torch takes four seconds."""
 
+import shlex
 import subprocess
 import sys
 from importlib import metadata
@@ -47,7 +48,7 @@ def test_commands_of_fleets_start_without_torch(module):
 
 @pytest.mark.parametrize("reader", ["true", pytest.param("head -1", marks=pytest.mark.heavy)])
 def test_a_closed_pipe_is_not_an_error(reader):
-    shell = f"{sys.executable} -c 'from fedssl.command_line import fedssl; fedssl()' --help | {reader}"
+    shell = f"{shlex.quote(sys.executable)} -c 'from fedssl.command_line import fedssl; fedssl()' --help | {reader}"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
     assert done.stderr == ""
 
