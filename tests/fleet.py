@@ -189,8 +189,8 @@ class Fleet:
         [line] = re.findall(r"^ExecStart=(.*)$", text, flags=re.MULTILINE)
         places = {"/opt/fedssl/.venv": str(installation), "/etc/fedssl": str(self.keys), "/var/lib/fedssl": str(folder)}
         words = shlex.split(line)
-        for sandbox, own in places.items():
-            words = [word.replace(sandbox, own) for word in words]
+        for installed, used in places.items():
+            words = [word.replace(installed, used) for word in words]
         return words
 
     def _start(

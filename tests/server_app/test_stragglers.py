@@ -128,7 +128,7 @@ def test_the_first_to_reply_count_if_more_are_asked():
     assert np.allclose(run.weight, LAYERS["encoder.weight"] + np.mean([4, 5, 6]))
 
 
-def test_late_replies_that_are_not_used_neither_end_a_round_nor_are_awaited():
+def test_unused_late_replies_neither_end_a_round_nor_delay_it():
     """The first 2 of 3 replies count. The late reply of client 0 arrives before round 2, that of client 2 never."""
     slow = {(0, 1): (NEVER, "good"), (2, 2): (NEVER, "good"), (0, 3): (1, "error"), (1, 3): (1, "error")}
     replies = {"timeout": 60, "clients_per_round": 2, "over_selection": 1}

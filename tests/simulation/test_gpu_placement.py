@@ -37,7 +37,7 @@ class Allocator:
 
 
 @pytest.mark.parametrize(("graphs", "expected"), [(None, 8), (object(), 8 + 7)])
-def test_a_client_needs_memory_for_steps_before_their_capture_beside_that_of_graphs(monkeypatch, graphs, expected):
+def test_memory_of_a_client_includes_steps_beside_captured_ones(monkeypatch, graphs, expected):
     """Clients have batches of several sizes, which are captured one after the other."""
     allocator = Allocator(monkeypatch)
     worker = SimpleNamespace(

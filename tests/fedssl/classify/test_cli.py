@@ -131,7 +131,7 @@ def test_images_to_label_next_are_labeled_once_written(run: Path, photos: Path, 
     assert "6 labeled images of 3 classes" in classify([f"run={run}", "labeled=label_next.csv"])
 
 
-def test_parts_of_files_cannot_be_labeled_in_the_table_of_the_next(run: Path, tmp_path: Path) -> None:
+def test_parts_of_files_have_no_labels_in_the_next_table(run: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "stack.npy", np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8))
     text = classify([f"run={run}", f"images={tmp_path / 'stack.npy'}", "label_next=2", f"next={tmp_path / 'n.csv'}"])
     assert text.endswith("some are parts of files: write their labels beside the images, not into this table")

@@ -43,7 +43,7 @@ def read(path: Path | str, split: str = "train", **changes: object) -> ImageData
     return load_split(settings_of("folder", **settings | changes), split)
 
 
-def test_a_file_of_a_sample_replaces_a_value_of_its_json(tmp_path: Path) -> None:
+def test_a_file_of_a_sample_replaces_its_json_value(tmp_path: Path) -> None:
     """Labels are the same in all processes, whose hashes of texts differ."""
     members = {f"{name}.json": json.dumps({"cls": 7, "id": 1}).encode() for name in "ab"}
     shard(tmp_path / "a.tar", members | {"a.png": b"", "b.png": b"", "a.cls": b"1"})

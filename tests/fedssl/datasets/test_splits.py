@@ -78,14 +78,14 @@ def test_the_share_for_the_test_is_not_trained_on(tmp_path: Path, write, name: s
         (write_folders, "train", "holdout", {"split_folders": True}),
     ],
 )
-def test_nothing_is_held_out_for_a_test_with_its_own_name(tmp_path: Path, write, train, test, settings) -> None:
+def test_a_test_with_its_own_name_needs_no_share(tmp_path: Path, write, train, test, settings) -> None:
     path = write(tmp_path, {train: TRAIN, test: OTHER})
     assert read(path, train, test, **settings) == [{*TRAIN}, {*OTHER}]
     assert read(path, train, None, **settings) == [{*TRAIN}, set()]
 
 
 @pytest.mark.parametrize("names", [("train_0", "train_1"), ("cats", "dogs")])
-def test_a_share_of_all_training_files_is_not_held_out_of_some(tmp_path: Path, names: tuple[str, str]) -> None:
+def test_a_share_is_of_the_images_that_are_trained_on(tmp_path: Path, names: tuple[str, str]) -> None:
     path = write_parquet(tmp_path, dict(zip(names, (TRAIN, OTHER), strict=True)))
     with pytest.raises(InputError, match=rf"names '{names[0]}', but .* all of .*; set dataset\.test_fraction=0"):
         read(path, names[0], "test")

@@ -37,7 +37,7 @@ def test_many_numbers_are_ranges_of_equal_size():
     assert texts(column)[59] == column.values[-1]
 
 
-def test_the_ends_of_ranges_have_the_digits_that_tell_them_apart():
+def test_the_ends_of_ranges_have_digits_that_differ():
     # Sixths of 60 days, and of 60 steps from 1 to 1 + 59e-9.
     assert column_of("day", range(20240101, 20240161)).values[:2] == ("20240101 to 20240111", "20240111 to 20240121")
     values = column_of("x", [1 + 1e-9 * number for number in range(60)]).values

@@ -232,7 +232,7 @@ def registered(monkeypatch):
     return devices
 
 
-def test_a_device_keeps_its_name_if_its_key_is_rotated_by_node(registered, operator, keys):
+def test_rotation_by_node_keeps_the_name(registered, operator, keys):
     assert operator("rotate", "7", keys / "nodes" / "garden.pub") == (0, "garden is node 8 now; node 7 is removed\n")
     assert registered == {8: "garden"}
 

@@ -48,7 +48,7 @@ def test_graphs_share_a_pool_while_one_of_them_exists(monkeypatch):
     assert opened == {1: 0, 2: 2}
 
 
-def test_graphs_are_captured_on_a_stream_of_their_device_that_no_other_trainer_uses(monkeypatch):
+def test_each_trainer_captures_on_a_stream_of_its_device(monkeypatch):
     """PyTorch's own stream for captures is made once. Work of other devices is not captured by it.
 
     cuBLAS's memory belongs to a stream, and PyTorch frees it with any graph that was captured on it.

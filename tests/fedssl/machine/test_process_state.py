@@ -141,7 +141,7 @@ def test_threads_and_random_numbers_of_torch_are_restored():
 
 
 @pytest.mark.parametrize("used_before", [False, True])
-def test_the_current_gpu_is_restored_also_if_the_block_is_the_first_to_use_one(monkeypatch, used_before):
+def test_the_current_gpu_is_restored_after_its_first_use(monkeypatch, used_before):
     """Else device=cuda:1 would choose the GPU of a later run with device=cuda."""
     current, generators = [2 if used_before else 0], ["of the user"] if used_before else []
     restored, is_used = [], [used_before]

@@ -143,7 +143,7 @@ def test_statistics_that_the_tuning_freezes_are_allowed(tmp_path):
 
 
 @pytest.mark.parametrize(("deployed", "every", "refused"), [(True, 1, False), (True, 5, True), (False, 5, False)])
-def test_devices_receive_no_round_that_a_resumed_run_does_not_count(deployed, every, refused):
+def test_devices_receive_each_round_once(deployed, every, refused):
     settings = SimpleNamespace(privacy=object(), recording=SimpleNamespace(checkpoint_every=every))
     parts = SimpleNamespace(settings=settings, context=SimpleNamespace(is_deployment=deployed))
     assert rounds_are_released_once in Privacy.run_rules
