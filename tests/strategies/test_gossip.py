@@ -139,13 +139,3 @@ def test_what_cannot_be_is_one_sentence_before_the_start(tmp_path, overrides, se
     with pytest.raises(InputError, match=sentence) as caught:
         Federation(tmp_path, "strategy=gossip", *overrides).run(1)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("edges", "sentence"), [("0 1\n2 3\n3 4\n", "2 pieces with no edge between them"), ("0 1\n1 9\n", "9")]
-)
-def test_a_file_without_a_graph_of_clients_is_refused(tmp_path, edges, sentence):
-    file = tmp_path / "edges.txt"
-    file.write_text(edges)
-    with pytest.raises(InputError, match=sentence):
-        Federation(tmp_path, "num_clients=5", "strategy=gossip", "strategy.topology=file", f"strategy.file={file}")

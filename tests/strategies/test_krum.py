@@ -25,11 +25,6 @@ def chosen_of(start, updates, *, malicious=1, select=1) -> list[int]:
     return aggregator.chosen
 
 
-def test_the_chosen_clients_by_hand():
-    assert chosen_of(ZERO, FIVE) == [3]
-    assert chosen_of(ZERO, FIVE, select=3) == [1, 3, 4]
-
-
 def krum_slowly(start, updates, *, malicious, select):
     """Krum as it is defined, in float64, on the weights."""
     weights = [name for name in start if is_weight(name, start[name])]

@@ -86,9 +86,3 @@ def test_umap_is_used_once_it_is_installed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(projection, "find_spec", lambda name: module)
     check_method("umap")
     assert project(unit_features(some()), method="auto").how.startswith("UMAP")
-
-
-def test_unknown_projections_are_refused():
-    message = "projection=tnse does not exist; did you mean tsne; choose one of auto, umap, tsne, pca"
-    with pytest.raises(InputError, match=message):
-        check_method("tnse")

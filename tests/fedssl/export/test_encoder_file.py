@@ -177,23 +177,6 @@ def test_one_changed_byte_of_a_weight_is_detected(tmp_path: Path) -> None:
     assert "checksum" in refused(path)
 
 
-class Malicious:
-    """Unpickling this would create a file."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.trace,)
-
-
-def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
-    path = save(tmp_path / "encoder.pt")
-    rewrite(path, metadata=Malicious(tmp_path / "trace"))
-    refused(path)
-    assert not (tmp_path / "trace").exists()
-
-
 @pytest.mark.parametrize(
     "target",
     [

@@ -61,13 +61,6 @@ def test_nt_xent_by_hand() -> None:
     assert nt_xent(z, z, temperature=0.5).item() == pytest.approx(math.log(1 + 2 * math.exp(-2)), rel=1e-6)
 
 
-def test_one_sided_nt_xent_has_one_direction_and_other_candidates() -> None:
-    z1, z2 = draw(5, 7)
-    loss = nt_xent_one_sided(z1, z2, temperature=0.5).item()
-    assert loss != pytest.approx(nt_xent_one_sided(z2, z1, temperature=0.5).item(), rel=1e-6)
-    assert loss != pytest.approx(nt_xent(z1, z2, temperature=0.5).item(), rel=1e-3)
-
-
 @pytest.mark.parametrize("temperature", [0.1, 1.0])
 def test_info_nce_is_its_equation(temperature: float) -> None:
     q, k = draw(5, 6)
@@ -86,6 +79,5 @@ def test_one_image_gives_zero_not_nan() -> None:
     loss = nt_xent(z1, z2, temperature=0.1)
     loss.backward()
     assert loss.item() == 0
-    assert z1.grad is not None
     assert z1.grad.abs().max() < 1e-12
     assert info_nce(z1, z2, temperature=0.1).item() == 0

@@ -32,6 +32,7 @@ from server_app.initial_weights import load_teacher
 from server_app.round import Round
 from simulation.run import run
 from strategies.types import GLOBAL, ServerState
+from tests.arrays import same
 from tests.devices import FORM, Devices, ask, context, write_images
 from tests.federation import Federation, finish
 from tests.methods import overrides_of, save_teacher, teacher_file
@@ -226,9 +227,9 @@ def test_a_run_resumes_without_the_file_of_the_teacher(tmp_path):
     release_worker()
     other = repeat_from(2, tmp_path / "whole")
     left, right = (latest_checkpoint(folder / "checkpoints").models[GLOBAL] for folder in (tmp_path / "whole", other))
-    assert all(np.array_equal(array, right.layers[name]) for name, array in left.layers.items())
-    assert left.broadcast.keys() == right.broadcast.keys() != set()
-    assert all(np.array_equal(array, right.broadcast[name]) for name, array in left.broadcast.items())
+    assert same(left.layers, right.layers)
+    assert left.broadcast
+    assert same(left.broadcast, right.broadcast)
     shutil.rmtree(other / "checkpoints")
     with pytest.raises(InputError, match=r"teacher=.* does not exist; choose the encoder\.pt of a run folder"):
         run([f"resume={other}"])
@@ -238,30 +239,20 @@ def test_a_run_resumes_without_the_file_of_the_teacher(tmp_path):
 
 def test_a_new_process_of_a_device_reads_the_features(devices, tmp_path, monkeypatch):
     device, federation = devices
+    teacher = set(names_in_parts(federation.context.method, ["teacher"]))
     state, computed = ServerState(), []
     extract = teacher_module.extract
     monkeypatch.setattr(teacher_module, "extract", lambda *args, **given: computed.append(1) or extract(*args, **given))
     for number in (1, 2):
         release_worker()
         one = Round(federation, state)
-        reply = ask(one.messages[0].content, device)
-        assert not reply.has_error(), reply.error.reason
-        state, _ = finish(one, [Message(reply.content, reply_to=one.messages[0])])
-        assert len(computed) == 1, number
-    assert len(list((tmp_path / "states" / ".pictures" / "targets").iterdir())) == 1
-
-
-def test_a_device_trains_with_the_teacher_and_caches_it(devices):
-    device, federation = devices
-    state = ServerState()
-    for number in (1, 2):
-        one = Round(federation, state)
-        teacher = set(names_in_parts(federation.context.method, ["teacher"]))
-        assert set(one.messages[0].content["method-broadcast"]) == (teacher if number == 1 else set())
-        reply = ask(one.messages[0].content, device)
+        content = one.messages[0].content
+        assert set(content["method-broadcast"]) == (teacher if number == 1 else set())
+        reply = ask(content, device)
         assert not reply.has_error(), reply.error.reason
         state, report = finish(one, [Message(reply.content, reply_to=one.messages[0])])
-        assert report.dropped == {}
+        assert (report.dropped, len(computed)) == ({}, 1), number
+    assert len(list((tmp_path / "states" / ".pictures" / "targets").iterdir())) == 1
 
 
 @pytest.mark.parametrize("attempt", HOSTILE)
