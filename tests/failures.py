@@ -15,7 +15,5 @@ def failures_after(folder: Path, rounds: int, *overrides: str) -> tuple[str, ...
     federation = Federation(folder, *SHORT, *overrides)
     layers = federation.run(rounds)
     monitor = federation.components.monitor
-    assert monitor is not None
     report = monitor.finish({GLOBAL: layers})
-    assert report is not None
     return report.failures

@@ -31,7 +31,6 @@ def ending(folder: Path) -> tuple[str, int, str | None]:
 def model_bits(folder: Path) -> list[tuple[str, str, bytes]]:
     """Return model, name and bits of all layers of the newest checkpoint."""
     state = latest_checkpoint(folder / "checkpoints")
-    assert state is not None
     models = [(name, state.models[name]) for name in state.model_names()]
     return [(model, name, array.tobytes()) for model, one in models for name, array in one.layers.items()]
 

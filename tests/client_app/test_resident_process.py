@@ -13,7 +13,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 
@@ -31,6 +30,7 @@ from server_app import nodes
 from server_app.build import build_run
 from server_app.round import Round
 from strategies.types import ServerState
+from tests.arrays import same
 from tests.devices import FORM, Devices, ask, context, write_images
 from tests.fleet import until
 
@@ -125,9 +125,7 @@ def test_replies_are_those_of_the_clientapps_process(plan, device, supervisor, t
         sent = message(content)
         reply = forward(sent, device, supervisor=supervisor)
         expected = ask(content, other)
-        received, correct = layers(reply), layers(expected)
-        assert list(received) == list(correct)
-        assert all(np.array_equal(received[name], correct[name]) for name in correct)
+        assert same(layers(reply), layers(expected))
         assert reply.metadata.reply_to_message_id == sent.metadata.message_id
         assert reply.metadata.dst_node_id == sent.metadata.src_node_id
     [pid] = processes(supervisor)

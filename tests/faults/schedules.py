@@ -62,7 +62,6 @@ VARIANTS = (
     "strategy=fedprox aggregation.max_norm_ratio=10 aggregation.buffered=true aggregation.max_retries=9",
 )
 VARYING = {"seconds", "client_seconds", "bytes_up", "bytes_down"}  # bytes: the name of the folder is sent
-MAX_ATTEMPTS = 8
 
 
 @dataclass(frozen=True)

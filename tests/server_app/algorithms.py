@@ -1,9 +1,6 @@
 """Small algorithms with several models, as somebody else might write them in a package of their own."""
 
-from functools import partial
-
 from strategies.base import FedSSLStrategy, ServerStrategy
-from strategies.eua import EUAAggregator, EUAServer
 from strategies.fedavg import make_weighted_mean
 from strategies.weighted_sum import WeightedSum
 
@@ -41,28 +38,3 @@ class Ring(FedSSLStrategy):
 
     def __init__(self, *, clients):
         super().__init__(Neighbours(clients=clients))
-
-
-class UnifiedGroups(Groups, EUAServer):
-    """EUA's server, once for each group."""
-
-
-class TwoUnifiedGroups(FedSSLStrategy):
-    """EUA within each of two groups of clients."""
-
-    def __init__(self):
-        super().__init__(UnifiedGroups(partial(EUAAggregator)))
-
-
-class Switching(Groups):
-    """As `Groups`, but in round 6 client 1 goes over to the even ones."""
-
-    def starting_model(self, state, round, client):
-        return "even" if (round, client) == (6, 1) else super().starting_model(state, round, client)
-
-
-class TwoGroupsOneSwitch(FedSSLStrategy):
-    """As `TwoGroups` with a client that changes its model."""
-
-    def __init__(self):
-        super().__init__(Switching(make_weighted_mean("examples")))

@@ -85,11 +85,10 @@ def test_a_device_refuses_larger_ranks_if_ranks_are_equal(places, tmp_path):
         )
 
 
-def compare_with_simulation(overrides, places, tmp_path, *, simulated=(), limits=({}, {}, {})):
-    """Run in a simulation and on devices, whose configuration has the limits; return the lines of the clients."""
+def compare_with_simulation(overrides, places, tmp_path):
+    """Run in a simulation and on devices; the results are the same."""
     own = [f"dataset.path={tmp_path / 'images'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]
-    simulated = [*simulated, *own]
-    simulate([*overrides, *simulated, f"output_dir={tmp_path / 'simulation'}"])
+    simulate([*overrides, *own, f"output_dir={tmp_path / 'simulation'}"])
     table = (tmp_path / "simulation" / "partition.csv").read_text().splitlines()[1:]
     sizes = [int(line.split(",")[1]) for line in table]  # by which the owner of a partition is known
     by_partition = sorted(range(3), key=lambda place: sizes.index(9 + place))
@@ -99,7 +98,6 @@ def compare_with_simulation(overrides, places, tmp_path, *, simulated=(), limits
             state_path=tmp_path / "states",
             client_name=f"d{place}",
             partition_id=number,
-            **limits[number],
         )
         for number, place in enumerate(by_partition)
     ]
@@ -112,7 +110,6 @@ def compare_with_simulation(overrides, places, tmp_path, *, simulated=(), limits
     assert json.loads((tmp_path / "devices" / "devices.json").read_text()) == {
         f"d{place}": number for number, place in enumerate(by_partition)
     }
-    return rows
 
 
 def test_a_device_that_cannot_take_part_is_left_out(places, tmp_path, caplog):

@@ -17,6 +17,7 @@ from strategies.fedavg import FedAvg
 from strategies.l_dawa import LDAWA
 from strategies.m_dawa import MDAWA
 from strategies.types import GLOBAL, ServerState
+from tests.arrays import same
 from tests.federation import finish
 from tests.server_app.small import LAYERS, small_federation
 
@@ -128,8 +129,7 @@ def test_a_bad_update_is_dropped_and_the_round_goes_on(strategy, bad, reason):
     # The same as if the bad client had not been there: clients 0 and 2 alone, aggregated by the same rule.
     configured, replies = played(strategy(), [good, good, good])
     expected, report = end(configured, [replies[0], replies[2]])
-    for name, array in expected.items():
-        assert np.array_equal(result[name], array)
+    assert same(result, expected)
     assert report.dropped == {1: "no reply in time"}
 
 
@@ -190,8 +190,7 @@ def test_the_order_of_arrival_changes_nothing(strategy):
     one, _ = end(configured, replies)
     configured, replies = played(strategy(), behaviours)
     other, report = end(configured, [replies[k] for k in (3, 0, 4, 2, 1)])
-    for name, array in one.items():
-        assert np.array_equal(other[name], array)
+    assert same(other, one)
     assert [row.client for row in report.clients] == [0, 1, 2, 3, 4]
 
 

@@ -55,10 +55,9 @@ def test_images_without_labels_are_divided_evenly(flat, tmp_path, capsys):
     assert read_summary(tmp_path / "run")["rounds"] == 2
 
 
-@pytest.mark.parametrize("overrides", [("calibration=auxiliary", "calibration.share=0.3")])
-def test_a_run_on_cached_images_has_the_same_bits(classes, tmp_path, monkeypatch, overrides):
+def test_a_run_on_cached_images_has_the_same_bits(classes, tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "MIN_SECONDS_TO_CACHE", 0)
-    found = {}
+    overrides, found = ["calibration=auxiliary", "calibration.share=0.3"], {}
     for name, place in {"memory": "null", "file": tmp_path / "cache", "the file again": tmp_path / "cache"}.items():
         base._read_split.cache_clear()
         own = [f"dataset.path={classes}", f"dataset.cache={place}", f"run_id={name[:3]}"]

@@ -25,10 +25,9 @@ from fedssl.runs.manifest import file_part, read_manifest, write_manifest
 from server_app.checkpoint import manifest_file
 from simulation import cli as fedssl
 from tests.cases import some
+from tests.runs import KNN, SMALL
 
-WORDS = ["num_clients=2", "rounds=2", "local_epochs=1", "dataset.limit=24", "dataset.test_limit=12", "encoder.width=2"]
-WORDS += ["threads=1", "method=byol", "partition=iid", "evaluate_every=1", "final_evaluation=knn", "collapse_images=6"]
-WORDS += ["measure_resources=false", "augmentation=none", "batch_size=8"]
+WORDS = [*SMALL, *KNN, "rounds=2", "method=byol", "collapse_images=6"]
 SECRET = "a5f1d29c77"  # of the environment: nothing may print it
 VALUES = [None, True, -1, 0, 10**6, 10**30, 1e308, float("nan"), float("inf"), "", "word", "a" * 10_000, [], {}, [[1]]]
 VALUES += [

@@ -57,5 +57,4 @@ def test_memory_of_a_client_includes_steps_beside_captured_ones(monkeypatch, gra
     }.items():
         monkeypatch.setattr(gpu_placement, name, value)
     memory = client_memory("")
-    assert memory is not None
     assert memory.each == OUTSIDE_TENSORS + expected

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fedssl.config.overrides import check_sweep
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY, ERROR
-from fedssl.runs.run import RANKME, read_run
+from fedssl.runs.run import read_run
 from simulation import cli
 from simulation.pruning import Pruning, make_rungs, pruning_of, successive_halving
 from simulation.sweep import Job, group_jobs, plan_jobs
@@ -47,15 +47,13 @@ def make_jobs(folder, number, seeds=(0,)):
     return [Job(folder / f"{lr * len(seeds) + i}", (f"optimizer.lr={lr}", f"seed={seed}")) for lr, i, seed in pairs]
 
 
-def train(job, until, *, result, rounds, name="knn", unit=ACCURACY):
+def train(job, until, *, result, rounds, unit=ACCURACY):
     """Write the files of a run until a round; ``result`` maps job and round to the result."""
     job.folder.mkdir(exist_ok=True)
     last = until or rounds
     lines = []
     for round in range(1, last + 1):
         line = {"round": round, "evaluation": {"knn": result(job, round)}, "units": {"knn": unit}}
-        if name == RANKME:
-            line = {"round": round, "health": {"global": {"effective_rank": result(job, round)}}}
         lines.append(json.dumps(line))
     (job.folder / "metrics.jsonl").write_text("\n".join([*lines, ""]))
     summary = {"status": "paused" if until else "finished", "reason": None, "overrides": [*job.overrides]}
@@ -63,7 +61,7 @@ def train(job, until, *, result, rounds, name="knn", unit=ACCURACY):
     (job.folder / "summary.json").write_text(json.dumps(summary))
 
 
-def halve(jobs, pruning, *, result, waiting=None, order=list, stop=None, name="knn", unit=ACCURACY):
+def halve(jobs, pruning, *, result, waiting=None, order=list, stop=None, unit=ACCURACY):
     """Run all batches; return the rounds that each job trained, in order of the calls."""
     trained, numbers = {job.folder.name: [] for job in jobs}, count()
     waiting = jobs if waiting is None else waiting
@@ -71,7 +69,7 @@ def halve(jobs, pruning, *, result, waiting=None, order=list, stop=None, name="k
         for job in order(batch.jobs):
             if next(numbers) == stop:
                 return trained
-            train(job, batch.until, result=result, rounds=pruning.rounds, name=name, unit=unit)
+            train(job, batch.until, result=result, rounds=pruning.rounds, unit=unit)
             trained[job.folder.name].append(batch.until or pruning.rounds)
     return trained
 

@@ -127,7 +127,6 @@ def test_processes_end_with_the_owner_of_the_sandbox(number):
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL),
     )
-    assert owner.stdout is not None
     sandbox = Path(owner.stdout.readline().strip())
     assert sandbox_pids(sandbox)
     owner.send_signal(number)

@@ -15,15 +15,15 @@ def clock(monkeypatch):
     return now
 
 
-def make_run(folder, *, rounds=2, status=None, knn=0.5, rankme=3.0):
+def make_run(folder, *, status=None, knn=0.5):
     folder.mkdir()
     (folder / "run.log").touch()
     (folder / "config.yaml").write_text("rounds: 8\n")
-    health = {"global": {"effective_rank": rankme}}
-    lines = [{"round": round, "evaluation": {"knn": knn}, "health": health} for round in range(1, rounds + 1)]
+    health = {"global": {"effective_rank": 3.0}}
+    lines = [{"round": round, "evaluation": {"knn": knn}, "health": health} for round in (1, 2)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if status is not None:
-        summary = {"status": status, "reason": f"{status} after round {rounds} of 8", "overrides": [], "rounds": rounds}
+        summary = {"status": status, "reason": f"{status} after round 2 of 8", "overrides": [], "rounds": 2}
         summary |= {"final": {"federated": {"knn": knn}}}
         (folder / "summary.json").write_text(json.dumps(summary))
     return folder

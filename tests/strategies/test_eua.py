@@ -8,18 +8,11 @@ import pytest
 
 from fedssl.arrays import GlobalLayers, is_weight
 from fedssl.errors import InputError
-from fedssl.wire.messages import ClientUpdate
 from strategies.eua import EUA, EUAAggregator, eua, solve
 from tests.federation import Federation
-from tests.strategies.made import model
+from tests.strategies.made import model, update
 from tests.strategies.test_gram_matrix import by_nnls
 
-
-def update(partition_id, arrays):
-    return ClientUpdate(layers=arrays, partition_id=partition_id)
-
-
-#
 # theta = (1, 1) in two layers; theta_0 = (1, 0) and theta_1 = (3, 1). delta_0 = (0, 1), delta_1 = (-2, 0), the lengths
 # are 1 and 2. Their mean is (-1, 1/2), of length sqrt(5)/2.
 # log (Eq. 7): g_0 = 2 (0, 1) / 1 = (0, 2), g_1 = 2 (-2, 0) / 4 = (-1, 0). Orthogonal: p in proportion to 1/4 and 1,

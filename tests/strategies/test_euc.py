@@ -30,6 +30,7 @@ from strategies.euc import EUC, DiscrepancySum, averaging_intervals
 from strategies.fedavg import FedAvg
 from strategies.mods.server_optimizer import FedAvgM
 from strategies.types import GLOBAL, ServerState
+from tests.arrays import same
 from tests.contexts import federation_of, run_context
 from tests.federation import Federation, model_of
 
@@ -272,8 +273,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, server_optimizer):
     whole, resumed = toys(), toys()
     for _ in range(9):
         expected, layers = whole.round(), resumed.round()
-        assert list(layers) == list(expected)
-        assert all(np.array_equal(layers[name], expected[name]) for name in expected)
+        assert same(layers, expected)
         assert resumed.report == whole.report
         save_checkpoint(tmp_path, resumed.state, keep=1)
         kept = resumed.states
@@ -285,8 +285,7 @@ def test_an_interval_of_one_is_fedavg_bit_for_bit(tmp_path):
     plain = Federation(tmp_path / "fedavg", "strategy=fedavg", "strategy.weighting=uniform", "method=byol")
     euc = Federation(tmp_path / "euc", "strategy=euc", "strategy.interval=1", "method=byol")
     expected, layers = plain.run(3), euc.run(3)
-    assert list(layers) == list(expected)
-    assert all(np.array_equal(layers[name], expected[name]) for name in expected)
+    assert same(layers, expected)
     assert euc.report.strategy_metrics == {"synced_layers": len(layers), "bytes_saved": {"up": 0, "down": 0}}
 
 

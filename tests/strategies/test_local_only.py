@@ -11,6 +11,7 @@ from fedssl.evaluation.protocol import make_evaluation_input
 from fedssl.export import load_encoder
 from simulation.run import run
 from strategies.types import GLOBAL
+from tests.arrays import same
 from tests.federation import Federation
 from tests.runs import read_lines, read_summary
 
@@ -38,8 +39,7 @@ def test_one_client_alone_is_all_images_in_one_place(tmp_path, method, schedule,
         federation.run(4, lambda client, layers: seen.append(copied(layers)))
     assert len(seen) == 8
     for one_way, other in zip(seen[:4], seen[4:], strict=True):
-        assert one_way.keys() == other.keys()
-        assert all(np.array_equal(array, other[name]) for name, array in one_way.items())
+        assert same(one_way, other)
     (model,) = alone.state.models.values()
     for name, array in central.layers.items():
         np.testing.assert_array_equal(model.layers[name], array, err_msg=name)

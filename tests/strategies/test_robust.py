@@ -40,13 +40,13 @@ def model(seed, dtype=np.float32):
     }
 
 
-def clients_of(start, number, *, spread=0.1, seed=1):
+def clients_of(start, number, *, seed=1):
     """Updates that differ from ``start`` by random steps, in client order."""
     updates = []
     for k in range(number):
         step = model(seed + k)
         layers = {
-            name: np.asarray(array + (seed + k if array.dtype.kind == "i" else spread * step[name]), array.dtype)
+            name: np.asarray(array + (seed + k if array.dtype.kind == "i" else 0.1 * step[name]), array.dtype)
             for name, array in start.items()
         }
         updates.append(ClientUpdate(layers=layers, partition_id=k, num_examples=10))

@@ -15,10 +15,10 @@ def diurnal(*, num_clients=1000, seed=0, fraction=0.25, period=DAY, dropout=0.0)
     return Diurnal(num_clients=num_clients, seed=seed, fraction=fraction, period=period, dropout=dropout)
 
 
-def trace(folder, text, *, num_clients=4, period=None, dropout=0.0):
+def trace(folder, text, *, period=None):
     file = folder / "online.csv"
     file.write_text(text)
-    return Trace(num_clients=num_clients, seed=0, file=file, period=period, dropout=dropout)
+    return Trace(num_clients=4, seed=0, file=file, period=period, dropout=0.0)
 
 
 def test_each_client_is_online_for_its_fraction_of_a_day():

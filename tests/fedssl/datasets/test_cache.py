@@ -89,8 +89,8 @@ def start(images: Path, *locations: Path, log: Path, pause: float) -> subprocess
     return subprocess.Popen([sys.executable, "-c", code, *locations], stdout=subprocess.PIPE, text=True)
 
 
-def wait_for(condition, *, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
+def wait_for(condition) -> None:
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -23,8 +23,8 @@ LPS = np.diag([-1.0, -1, 1, 1])  # the first axis goes to the left, the second t
 WINDOW = {"window": [0, 65535]}  # keeps every value of 16 bits
 
 
-def nifti(values: np.ndarray, affine: np.ndarray = LPS, *, kind: type = nibabel.Nifti1Image, **fields: object) -> bytes:
-    image = kind(values, affine)
+def nifti(values: np.ndarray, affine: np.ndarray = LPS, **fields: object) -> bytes:
+    image = nibabel.Nifti1Image(values, affine)
     for name, value in fields.items():
         image.header[name] = value
     return image.to_bytes()

@@ -20,8 +20,8 @@ from tests.fedssl.datasets.made import encoded, png, settings_of
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
 
 
-def ramp(maximum: int, dtype: type = np.uint16) -> bytes:
-    return png(Image.fromarray(np.linspace(0, maximum, 64).reshape(8, 8).astype(dtype)))
+def ramp(maximum: int) -> bytes:
+    return png(Image.fromarray(np.linspace(0, maximum, 64).reshape(8, 8).astype(np.uint16)))
 
 
 def warnings_of(*sources: bytes, **changes: object) -> tuple[str, ...]:

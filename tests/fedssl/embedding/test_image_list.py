@@ -43,7 +43,6 @@ def test_samples_of_shards_are_named_by_their_keys(tmp_path: Path) -> None:
                     archive.addfile(member, io.BytesIO(content))
     images = listed(tmp_path, group="folder")
     assert names(images) == ["s-0.tar[a/0]", "s-0.tar[a/1]", "s-1.tar[a/0]", "s-1.tar[a/1]"]
-    assert images.labels is not None
     assert (images.labels.tolist(), images.groups(np.array([0, 3]))) == ([0, 1, 0, 1], ["a", "a"])
     assert (values(images), values(images, [1, 2])) == ([0, 1, 10, 11], [1, 10])
 
@@ -54,7 +53,6 @@ def test_rows_of_parquet_files_are_named_by_their_numbers(tmp_path: Path) -> Non
         pq.write_table(pa.table(rows), tmp_path / f"{file}.parquet")
     images = listed(tmp_path, group="site")
     assert names(images) == ["0.parquet[0]", "0.parquet[1]", "1.parquet[0]", "1.parquet[1]"]
-    assert images.labels is not None
     assert images.labels.tolist() == [0, -1, 0, -1]
     assert images.groups(np.array([1, 2])) == ["y", "x"]
     assert [block.images[:, 0, 0, 0].tolist() for block in images.blocks(3)] == [[0, 1, 10], [11]]
@@ -69,7 +67,6 @@ def test_all_arrays_of_a_file_are_listed(tmp_path: Path) -> None:
     found = listed(tmp_path / "a.npz")
     listed_last = ["train_images, 2", "test_images, 0", "test_images, 1", "val_images, 0"]
     assert names(found)[2:] == [f"a.npz[{place}]" for place in listed_last]
-    assert found.labels is not None
     assert found.labels.tolist() == [0, 1, 0, 1, 0, 1]
     assert (values(found), values(found, [2, 4, 5])) == ([1, 2, 3, 5, 6, 4], [3, 6, 4])
     assert [block.images[:, 0, 0, 0].tolist() for block in found.blocks(2, start=1)] == [[2, 3], [5, 6], [4]]
@@ -84,7 +81,6 @@ def test_pages_are_named_by_their_numbers(tmp_path: Path) -> None:
     images = listed(tmp_path, pages="all")
     assert names(images) == ["cat/1.tif[0]", "cat/1.tif[1]", "dog/2.tif[0]", "dog/2.tif[1]"]
     assert images.groups(np.array([1, 2])) == ["cat/1.tif", "dog/2.tif"]
-    assert images.labels is not None
     assert [images.classes[label] for label in images.labels] == ["cat", "cat", "dog", "dog"]
     assert values(images) == [7, 8, 7, 8]
 

@@ -45,7 +45,6 @@ def page_of(n: int = 30, *, threshold: float = 0.95, clusters: int | None = None
 
 def data_of(page: str) -> dict[str, Any]:
     match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert match is not None
     return json.loads(match[1])
 
 

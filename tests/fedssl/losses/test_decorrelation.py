@@ -62,7 +62,6 @@ def test_barlow_twins_gradient_is_finite_for_constant_features() -> None:
     assert torch.autograd.gradcheck(lambda a, b: barlow_twins(a, b, lambd=0.1), (z1, z2))
     constant = torch.zeros(4, 3).requires_grad_()
     barlow_twins(constant, z2.detach().float(), lambd=0.1).backward()
-    assert constant.grad is not None
     assert constant.grad.isfinite().all()
 
 
@@ -72,7 +71,6 @@ def test_a_constant_feature_counts_as_uncorrelated_in_the_unbiased_form() -> Non
     loss = barlow_twins_unbiased(z, z, lambd=1)
     loss.backward()
     assert loss.item() == pytest.approx(1 + 1 / 16, rel=1e-5)
-    assert z.grad is not None
     assert z.grad.isfinite().all()
 
 
@@ -121,8 +119,6 @@ def test_covariances_are_accurate_in_float32_at_any_scale(dim: int, scale: float
     assert loss.item() == pytest.approx(expected.item(), rel=2e-6)
     loss.backward()
     expected.backward()
-    assert single.grad is not None
-    assert exact.grad is not None
     assert (single.grad - exact.grad).norm() < 2e-6 * exact.grad.norm()
 
 

@@ -41,9 +41,7 @@ def test_no_gradient_flows_into_targets() -> None:
     (byol(p1, z2, p2, z1) + negative_cosine(p1, z1)).backward()
     assert z1.grad is None
     assert z2.grad is None
-    assert p1.grad is not None
     assert p1.grad.abs().max() > 0
-    assert p2.grad is not None
     assert p2.grad.abs().max() > 0
 
 
@@ -96,7 +94,6 @@ def test_similarities_with_an_empty_queue_are_0() -> None:
     loss = similarity_distillation(z.requires_grad_(), t, torch.zeros(5, 6), **SHARP)
     loss.backward()
     assert loss.item() == 0
-    assert z.grad is not None
     assert not z.grad.any()
 
 
@@ -110,7 +107,6 @@ def test_the_minimum_of_similarities_is_the_teachers_entropy() -> None:
     assert least < similarity_distillation(z, t, queue, **equal)
     z = t.clone().requires_grad_()
     similarity_distillation(z, t, queue, **equal).backward()
-    assert z.grad is not None
     assert z.grad.abs().max() < 1e-12
 
 

@@ -85,7 +85,6 @@ def test_swav_gradient_is_right_and_flows_into_scores_only() -> None:
     fixed = [code.detach() for code in codes]
     assert torch.autograd.gradcheck(lambda *s: swav(s, fixed, temperature=0.5), scores)
     assert_gradients(swav(scores, codes, temperature=0.5), into=scores[1:], not_into=codes)
-    assert scores[0].grad is not None
     assert not scores[0].grad.any()  # no other view has codes that this one predicts
 
 
@@ -201,5 +200,4 @@ def test_masked_tokens_gradient_flows_into_the_students_masked_patches() -> None
     )
     loss = masked_loss(student, teacher, some_masked(), center=center, **soft)
     assert_gradients(loss, into=[student], not_into=[teacher, center])
-    assert student.grad is not None
     assert torch.equal(student.grad.any(dim=2), some_masked())

@@ -27,11 +27,10 @@ def vit(*, pool: str = "token", registers: int = 0, patch: int = 2, size: int = 
     )
 
 
-def masked_views(recipe: MaskRecipe, batch: int = 5, *, size: int = 8, seed: int = 1) -> Views:
+def masked_views(recipe: MaskRecipe, batch: int = 5, *, seed: int = 1) -> Views:
     generator = torch.Generator().manual_seed(seed)
-    images = torch.randn(batch, 1, size, size, generator=generator)
-    assert recipe.patch is not None
-    return Views((View(images, mask=sample_masks(recipe, batch, grid=size // recipe.patch, generator=generator)),))
+    images = torch.randn(batch, 1, 8, 8, generator=generator)
+    return Views((View(images, mask=sample_masks(recipe, batch, grid=8 // recipe.patch, generator=generator)),))
 
 
 def slow_prediction(part: PatchPredictor, tokens: Tensor, visible: Tensor, targets: Tensor, *, side: int) -> Tensor:

@@ -45,13 +45,13 @@ def mask_of(hidden: Tensor) -> Mask:
     return Mask(hidden, hidden_numbers=padded_numbers(hidden))
 
 
-def make_views(batch: int = 4, *, local: int = 2) -> Views:
+def make_views(*, local: int = 2) -> Views:
     """Global views of 8 x 8 pixels with hidden patches, none of them in the first image, and local ones of 4 x 4."""
-    hidden = [draw(batch, PATCHES, seed=seed) > 0.5 for seed in (11, 12)]
+    hidden = [draw(4, PATCHES, seed=seed) > 0.5 for seed in (11, 12)]
     for patches in hidden:
         patches[0] = False
-    views = [View(draw(batch, 1, 8, 8, seed=seed).float(), mask=mask_of(hidden[seed])) for seed in (0, 1)]
-    return Views((*views, *(View(draw(batch, 1, 4, 4, seed=3 + number).float(), LOCAL) for number in range(local))))
+    views = [View(draw(4, 1, 8, 8, seed=seed).float(), mask=mask_of(hidden[seed])) for seed in (0, 1)]
+    return Views((*views, *(View(draw(4, 1, 4, 4, seed=3 + number).float(), LOCAL) for number in range(local))))
 
 
 def slow_patch_loss(student: Tensor, teacher: Tensor, center: Tensor, numbers: list[int]) -> float:

@@ -18,8 +18,8 @@ RECIPE = MaskRecipe(kind="random", patch=2)
 SIZES = {"decoder_width": 12, "decoder_depth": 1, "decoder_heads": 3}
 
 
-def make_mar(*, gamma_max: float = 0.5, num_latents: int = 7) -> MAR:
-    return MAR(vit(pool="mean"), **SIZES, gamma_max=gamma_max, gamma_min=0.1, num_latents=num_latents)
+def make_mar() -> MAR:
+    return MAR(vit(pool="mean"), **SIZES, gamma_max=0.5, gamma_min=0.1, num_latents=7)
 
 
 def slow_mmd(z: np.ndarray, reference: np.ndarray) -> float:

@@ -158,8 +158,8 @@ OWNERS = torch.repeat_interleave(torch.tensor([2, 3, 5, 7, 11, 13, 17]), torch.a
 OWNERS = OWNERS[torch.randperm(42, generator=torch.Generator().manual_seed(2))]
 
 
-def natural(owners: torch.Tensor, num_clients: int, *, seed: int = 0, labels: torch.Tensor | None = None) -> list:
-    data = partition_input(labels, owners=owners, num_images=len(owners), num_clients=num_clients, seed=seed)
+def natural(owners: torch.Tensor, num_clients: int, *, seed: int = 0) -> list:
+    data = partition_input(None, owners=owners, num_images=len(owners), num_clients=num_clients, seed=seed)
     return partition.natural(data)
 
 

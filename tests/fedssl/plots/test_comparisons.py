@@ -129,7 +129,6 @@ def test_baselines_are_lines_in_gray_or_the_color_of_runs(tmp_path: Path):
 
     def lines(runs: list[Run]) -> set[tuple[str, float, str]]:
         data = plot_accuracy(runs)
-        assert data is not None
         axes = [axis.lines for axis in data.figure.axes]
         constant = [[x for x in of if len({*x.get_ydata()}) == 1] for of in axes]
         found = [{(x.get_linestyle(), x.get_ydata()[0], x.get_color()) for x in of} for of in constant]

@@ -80,15 +80,15 @@ def test_plot_cosines(tmp_path: Path, drawn: dict[str, Any]):
     np.testing.assert_allclose(drawn["_b"], [(1, 0.65), (2, 0.5)])
 
 
-def spectrum_of(values: list[float], *, split: str = "test", images: int = 8, dim: int = 4) -> dict[str, Any]:
-    return {"spectrum": {"singular_values": values, "split": split, "images": images, "dim": dim}}
+def spectrum_of(*values: float) -> dict[str, Any]:
+    return {"spectrum": {"singular_values": values, "split": "test", "images": 8, "dim": 4}}
 
 
 def test_plot_spectra(tmp_path: Path, drawn: dict[str, Any]):
     lines = [
-        {"round": 1, "client": None, "model": "global", **spectrum_of([5.0, 5.0])},
-        {"round": 4, "client": None, "model": "global", **spectrum_of([100.0, 1.0, 0.0])},
-        {"round": 4, "client": 2, **spectrum_of([10.0, 0.1, 0.01])},
+        {"round": 1, "client": None, "model": "global", **spectrum_of(5.0, 5.0)},
+        {"round": 4, "client": None, "model": "global", **spectrum_of(100.0, 1.0, 0.0)},
+        {"round": 4, "client": 2, **spectrum_of(10.0, 0.1, 0.01)},
     ]
     write_lines(tmp_path / "health.jsonl", lines)
     file = write_plot("spectrum", tmp_path, tmp_path)

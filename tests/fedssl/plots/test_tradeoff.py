@@ -64,12 +64,12 @@ def test_the_file_has_a_line_for_each_group_and_round(tmp_path: Path) -> None:
     np.testing.assert_allclose(numbers, expected, atol=1e-12)
 
 
-def save_turned_digits(folder: Path, *, per_class: int = 12) -> None:
+def save_turned_digits(folder: Path) -> None:
     """Digits turned by 90 degrees with inverted gray levels, as folders of classes for training and test."""
     for split in ("train", "test"):
         data = load_split(compose([]).data, split)
         for label in range(10):
-            rows = (data.labels == label).nonzero().flatten()[:per_class]
+            rows = (data.labels == label).nonzero().flatten()[:12]
             (folder / split / str(label)).mkdir(parents=True)
             for number, image in enumerate(data.images[rows]):
                 pixels = 255 - np.rot90(image[0].numpy())

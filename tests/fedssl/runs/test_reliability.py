@@ -16,7 +16,6 @@ def test_correlation_by_hand():
     # One pair of neighbors exchanged: sum of squares of differences 2, rho = 1 - 6 * 2 / (5 * 24) = 0.9.
     found = correlation([1, 2, 3, 4, 5], [0.1, 0.2, 0.3, 0.5, 0.4])
     half = 1.959963985 * sqrt((1 + 0.9**2 / 2) / 2)
-    assert found is not None
     assert (found.rho, found.low, found.high) == pytest.approx((0.9, tanh(atanh(0.9) - half), tanh(atanh(0.9) + half)))
 
 

@@ -16,7 +16,6 @@ def locked(folder: Path) -> TextIO:
 def test_a_folder_is_held_until_its_holder_lets_go(tmp_path: Path):
     assert not is_locked(tmp_path)
     lock = acquire_lock(tmp_path)
-    assert lock is not None
     assert is_locked(tmp_path)
     assert acquire_lock(tmp_path) is None
     lock.close()

@@ -72,7 +72,6 @@ def test_kept_models_are_those_of_the_round(folder: Path, opened: LoadedRun):
     assert (list(last.models), list(last.clients)) == (["global"], [0, 1])
     model = opened.layers(last.models["global"])
     state = latest_checkpoint(folder / "checkpoints")
-    assert state is not None
     expected = state.models["global"].layers
     assert list(model) == list(expected)
     assert all((model[name] == expected[name]).all() for name in model)
