@@ -4,7 +4,7 @@ They are stored as uint8, uint16 or float32 with the `MAXIMA` below: a stored nu
 1]. 16 bits keep every value of integers of up to 16 bits, and one part in 65,535 of a window.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +81,20 @@ def pixel_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
     settings = {key: metadata.get(f"dataset.{key}", value) for key, value in PIXELS.items()}
     PixelSettings(channels=1, size=1, **settings)
     return settings
+
+
+def adopt_pixels(
+    settings: Mapping[str, Any], encoder: Mapping[str, Any], *, keep: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the settings of a data set with the pixels of an encoder, where it has the defaults.
+
+    ``encoder`` are the settings of the pixels that the encoder was trained on. Settings of ``keep`` stay.
+    """
+    usual = {key for key in PIXELS.keys() & settings.keys() if settings[key] == PIXELS[key]} - {*keep}
+    limits = {"window", "percentiles"}
+    if not limits <= usual:  # they exclude each other
+        usual -= limits
+    return {**settings, **{key: encoder[key] for key in usual & encoder.keys()}}
 
 
 def raster_to_array(raster: Raster, settings: PixelSettings) -> np.ndarray:

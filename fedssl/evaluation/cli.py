@@ -32,7 +32,7 @@ from fedssl.config.settings import Component, DataSettings, Settings
 from fedssl.config.targets import choice_targets, normalize, search_folders
 from fedssl.config.typed_settings import make_settings
 from fedssl.config.validation import check_types, validate_config
-from fedssl.datasets.raster import PIXELS
+from fedssl.datasets.raster import adopt_pixels
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import evaluate_domains, evaluation_problem, log_unknown_classes, make_evaluation_input
 from fedssl.evaluation.scores import Score, column_title, format_table, to_flat_dict, units_of
@@ -87,6 +87,7 @@ def evaluate_encoder(overrides: Sequence[str]) -> Evaluation:
     if evaluation_input is None:
         problem = evaluation_problem(data, needs_labels=needs_labels)
         raise InputError(f"{problem}, or choose another data set with dataset=")
+    evaluation_input = replace(evaluation_input, pixels=vars(encoder.preprocess))  # also if this data set has others
     if needs_labels:
         log_unknown_classes(evaluation_input)
     protocol.validate(evaluation_input, feature_dim=encoder.feature_dim)
@@ -189,16 +190,6 @@ def match_encoder(encoder: Any, data: DataSettings, *, given: Collection[str]) -
         )
     if "dataset.size" not in given:
         data = data.resized(encoder.size)
-    reader = Component({**data.reader.values, **_pixels_of(encoder, data.reader.values, given)})
+    keep = {key.removeprefix("dataset.") for key in given}
+    reader = Component(adopt_pixels(data.reader.values, vars(encoder.preprocess), keep=keep))
     return replace(data, reader=reader, mean=encoder.mean, std=encoder.std)
-
-
-def _pixels_of(encoder: Any, settings: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """Return the encoder's settings of pixels that a data set has, where it has the defaults."""
-    usual = {key for key in PIXELS.keys() & settings.keys() if settings[key] == PIXELS[key]}
-    usual -= {key for key in usual if f"dataset.{key}" in given}
-    limits = {"window", "percentiles"}
-    if not limits <= usual:  # they exclude each other
-        usual -= limits
-    values = vars(encoder.preprocess)
-    return {key: values[key] for key in usual if values[key] != PIXELS[key]}

@@ -2,8 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +62,8 @@ class EvaluationInput:
     mean: tuple[float, ...]  # per channel, of pixels in [0, 1]
     std: tuple[float, ...]  # per channel, of pixels in [0, 1]
     device: torch.device  # of the encoder
+    # Settings of the pixels of the images that the encoder was trained on, see `fedssl.datasets.raster.PIXELS`.
+    pixels: Mapping[str, Any] = field(default_factory=dict)
     full: "EvaluationInput | None" = None  # with the same features and predictions, of which these are a part
     rows: Tensor | None = None  # of the test images of ``full``; None: all
 
@@ -127,7 +130,8 @@ def make_evaluation_input(
     train, test = (load_labeled(data, split, needs_labels=needs_labels) for split in SPLITS)
     if train is None or test is None or (needs_labels and _only_class(train, test) is not None):
         return None
-    return EvaluationInput(encoder=encoder, train=train, test=test, mean=data.mean, std=data.std, device=device)
+    statistics: dict[str, Any] = {"mean": data.mean, "std": data.std, "pixels": data.reader.values}
+    return EvaluationInput(encoder=encoder, train=train, test=test, device=device, **statistics)
 
 
 def evaluation_problem(data: DataSettings, *, needs_labels: bool = True) -> str | None:

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from fedssl.config.constraints import check_arguments
 from fedssl.config.settings import Component
 from fedssl.config.typed_settings import read_data
+from fedssl.datasets.raster import adopt_pixels
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import (
     EvaluationInput,
@@ -25,7 +26,8 @@ from fedssl.evaluation.scores import Score
 class Transfer(EvaluationProtocol):
     r"""Results of a protocol on each data set, as ``<result>@<name of the data set>``.
 
-    Images are resized to the encoder's size and standardized as in its training.
+    Images are resized to the encoder's size, and scaled and standardized as in its training. A data set with another
+    window, percentiles, background or dtype keeps them.
 
     $$
     a_A = \frac{1}{n_A^*} \, \left| \{ i : \hat{y}_i = y_i^* \} \right|
@@ -89,8 +91,9 @@ class Transfer(EvaluationProtocol):
                 f"the encoder needs images with {channels} channel(s) but datasets.{name}.channels={data.channels}; "
                 f"set datasets.{name}.channels={channels}, which converts between gray and RGB only"
             )
+        data = replace(data, reader=Component(adopt_pixels(data.reader.values, evaluation_input.pixels)))
         needs_labels = self.protocol.needs_labels
         other = make_evaluation_input(None, data, device=evaluation_input.device, needs_labels=needs_labels)
         if other is None:
             raise InputError(f"datasets.{name}: {evaluation_problem(data, needs_labels=needs_labels)}")
-        return replace(other, encoder=evaluation_input.encoder, mean=evaluation_input.mean, std=evaluation_input.std)
+        return replace(evaluation_input, train=other.train, test=other.test, full=None, rows=None)

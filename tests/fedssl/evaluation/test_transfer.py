@@ -1,11 +1,15 @@
 """Protocols on other data sets than the run's."""
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from fedssl.evaluation.protocol import evaluate, make_evaluation_input
+from fedssl.evaluation.features import pixels
+from fedssl.evaluation.protocol import EvaluationProtocol, evaluate, make_evaluation_input
+from fedssl.evaluation.scores import Score
 from fedssl.evaluation.transfer import Transfer
 from fedssl.methods.base import build_method
 
@@ -23,6 +27,32 @@ def test_results_are_those_of_the_protocol_on_other_images():
     found = evaluate(knn, few, seed=0)["knn"], evaluate(knn, evaluation_input, seed=0)["knn"]
     assert result == dict(zip(("knn@few", "knn@all"), found, strict=True))
     assert result["knn@few"] != result["knn@all"]
+
+
+class Brightness(EvaluationProtocol):
+    """Mean of the pixels of the test images."""
+
+    def result_units(self, num_classes):
+        return {"brightness": ""}
+
+    def __call__(self, evaluation_input, *, seed):
+        return {"brightness": Score(pixels(evaluation_input.test.images).mean().item(), "")}
+
+
+@pytest.mark.parametrize(("window", "is_adopted"), [("null", True), ("[0,1023]", False)])
+def test_images_are_scaled_as_in_training(tmp_path, window, is_adopted):
+    for number in range(20):
+        (folder := tmp_path / "ab"[number % 2]).mkdir(exist_ok=True)
+        Image.fromarray(np.full((8, 8), 200 * number, np.uint16)).save(folder / f"{number}.png")
+    images = {"path": tmp_path, "channels": 1, "size": 8, "cache": "null"}
+    own = compose(["dataset=folder", "dataset.window=[0,4095]", *(f"dataset.{key}={images[key]}" for key in images)])
+    images["window"] = window
+    other = [f"evaluation.datasets.few.{key}={value}" for key, value in images.items()]
+    settings = compose(["evaluation=transfer", "+dataset@evaluation.datasets.few=folder", *other])
+    datasets = settings.evaluation.protocol.values["datasets"]
+    transfer = Transfer(protocol={"_target_": f"{__name__}.Brightness"}, datasets=datasets, include_own=True)
+    found = evaluate(transfer, make_evaluation_input(None, own.data, device=CPU), seed=0)
+    assert (found["brightness"] == found["brightness@few"]) == is_adopted
 
 
 def test_a_data_set_without_labeled_test_images_is_refused():
