@@ -135,7 +135,8 @@ class Evaluator:
             labels = evaluation_input.test.labels
             has_label = labels != NO_LABEL
             if logits is not None and has_label.any():
-                results[CLASSIFIER] = Score(accuracy(logits.argmax(dim=1)[has_label], labels[has_label]))
+                known = logits.argmax(dim=1)[has_label], labels[has_label]
+                results[CLASSIFIER] = Score(accuracy(*known), num_images=len(known[1]))
         return results
 
 

@@ -35,7 +35,7 @@ from fedssl.config.validation import check_types, validate_config
 from fedssl.datasets.raster import adopt_pixels
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import evaluate_domains, evaluation_problem, log_unknown_classes, make_evaluation_input
-from fedssl.evaluation.scores import Score, column_title, format_table, to_flat_dict, units_of
+from fedssl.evaluation.scores import Score, column_title, format_table, num_test_images, to_flat_dict, units_of
 from fedssl.export import load_user_encoder
 from fedssl.machine.devices import select_device
 from fedssl.text_table import align
@@ -105,6 +105,7 @@ def evaluate_encoder(overrides: Sequence[str]) -> Evaluation:
         "images": {"train": len(evaluation_input.train.labels), "test": len(evaluation_input.test.labels)},
         "results": to_flat_dict(results),
         "units": units_of(results),
+        "test_images": num_test_images([results]),
         "parts": {name: dict(score.parts) for name, score in results.items() if score.parts},
     }
     try:

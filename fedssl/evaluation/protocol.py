@@ -243,8 +243,9 @@ class EvaluationProtocol(ABC):
 
 
 def evaluate(protocol: EvaluationProtocol, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
-    """Run a protocol and return its results as scores."""
-    return as_scores(protocol(evaluation_input, seed=seed))
+    """Run a protocol and return its results as scores, with the number of test images."""
+    scores, count = as_scores(protocol(evaluation_input, seed=seed)), len(evaluation_input.test.labels)
+    return {name: replace(score, num_images=score.num_images or count) for name, score in scores.items()}
 
 
 def evaluate_domains(protocol: EvaluationProtocol, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:

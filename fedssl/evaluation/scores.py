@@ -3,8 +3,8 @@
 Files store a result as a plain number under its name, and its standard deviation under the name with suffix ``_std``.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import mean, stdev
 
 from fedssl.text_table import align
@@ -27,6 +27,7 @@ class Score:
     unit: str = ACCURACY  # or the displayed one, empty if there is none
     std: float | None = None  # over draws or models; None for one draw or model
     parts: Mapping[str, float] = field(default_factory=dict, hash=False)  # such as those of classes, by their names
+    num_images: int | None = None  # test images; None if it is unknown, or not the same for all models
 
     @classmethod
     def over_draws(cls, values: Sequence[float], unit: str = ACCURACY) -> "Score":
@@ -42,7 +43,10 @@ class Score:
     @classmethod
     def over_runs(cls, scores: Sequence["Score"]) -> "Score":
         """Return the score over runs; that of one run is unchanged, with its deviation over draws."""
-        return scores[0] if len(scores) == 1 else cls.over_draws([score.value for score in scores], scores[0].unit)
+        if len(scores) == 1:
+            return scores[0]
+        over_draws = cls.over_draws([score.value for score in scores], scores[0].unit)
+        return replace(over_draws, num_images=_common(score.num_images for score in scores))
 
     @property
     def goodness(self) -> float:
@@ -114,16 +118,37 @@ def units_of(scores: Mapping[str, Score]) -> dict[str, str]:
     return {name: score.unit for name, score in scores.items()}
 
 
+def num_test_images(results: Iterable[Mapping[str, Score]]) -> dict[str, int]:
+    """Return the number of test images of every result for which it is known, and the same in all ``results``."""
+    counts: dict[str, list[int | None]] = {}
+    for scores in results:
+        for name, score in scores.items():
+            counts.setdefault(name, []).append(score.num_images)
+    return {name: number for name, each in counts.items() if (number := _common(each)) is not None}
+
+
+def _common(values: Iterable[int | None]) -> int | None:
+    """Return the value that all have; None if there are several."""
+    distinct = {*values}
+    return distinct.pop() if len(distinct) == 1 else None
+
+
 def format_table(results: Mapping[str, Mapping[str, Score]]) -> str:
-    """Format scores as a text table: a column for each key of ``results``, a row for each protocol with its unit."""
+    """Format scores as a text table: a column for each key of ``results``, a row for each protocol with its unit.
+
+    The last column has the numbers of test images, if any is known.
+    """
     units = {name: unit for column in results.values() for name, unit in units_of(column).items()}
     if not units:
         return "nothing was evaluated: there is no protocol"
+    images = num_test_images(results.values())
     body = [
         [
             name if unit == ACCURACY else column_title(name, unit),
             *(column[name].number if name in column else "-" for column in results.values()),
+            *([str(images.get(name, "-"))] if images else []),
         ]
         for name, unit in units.items()
     ]
-    return align([["accuracy in %" if ACCURACY in units.values() else "", *results], *body], left=1)
+    titles = [*results, *(["test images"] if images else [])]
+    return align([["accuracy in %" if ACCURACY in units.values() else "", *titles], *body], left=1)

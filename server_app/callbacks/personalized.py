@@ -19,7 +19,7 @@ from fedssl.atomic_files import write_text
 from fedssl.digests import identity
 from fedssl.evaluation.protocol import EvaluationInput
 from fedssl.evaluation.sampling import sample_label_matched
-from fedssl.evaluation.scores import Score, format_table, mean_over_models, to_flat_dict
+from fedssl.evaluation.scores import Score, format_table, mean_over_models, num_test_images, to_flat_dict
 from fedssl.logs import log
 from fedssl.model_arrays import load_layers
 from fedssl.runs.jsonl import read_jsonl
@@ -176,7 +176,12 @@ class Personalized(Callback):
             return
         averages = mean_over_clients(results)
         rows = [
-            {**asdict(row), "global_test": to_flat_dict(row.global_test), "local_test": to_flat_dict(row.local_test)}
+            {
+                **asdict(row),
+                "global_test": to_flat_dict(row.global_test),
+                "local_test": to_flat_dict(row.local_test),
+                "local_test_images": num_test_images([row.local_test]),
+            }
             for row in results
         ]
         end.personalized = {name: to_flat_dict(scores) for name, scores in averages.items()}

@@ -13,7 +13,7 @@ from fedssl.config.literal import shell_command
 from fedssl.config.saved_run import resume_command
 from fedssl.config.settings import Settings
 from fedssl.errors import InputError
-from fedssl.evaluation.scores import format_table, to_flat_dict, units_of
+from fedssl.evaluation.scores import format_table, num_test_images, to_flat_dict, units_of
 from fedssl.logs import log
 from fedssl.machine.memory import gigabytes
 from fedssl.runs.costs import sum_costs
@@ -110,6 +110,7 @@ def _results(end: RunEnd, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if end.final is not None:
         units = {name: unit for scores in end.final.values() for name, unit in units_of(scores).items()}
         results = {"final": {name: to_flat_dict(scores) for name, scores in end.final.items()}, "units": units}
+        results["test_images"] = num_test_images(end.final.values())
         results |= results_by_model(end.models)
     if end.personalized:
         results["personalized"] = end.personalized

@@ -12,6 +12,7 @@ from torch import nn
 
 from fedssl.config.load import compose
 from fedssl.config.settings import Component
+from fedssl.datasets.base import load_split
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import CombinedProtocol, EvaluationProtocol
 from fedssl.evaluation.scores import ACCURACY, Score
@@ -85,17 +86,18 @@ def evaluator(*overrides: str, protocol: str = "KNN", final: str = "KNN") -> tup
 
 def test_validation_runs_no_protocol(monkeypatch):
     monkeypatch.setattr(Trains, "calls", 0)
-    made, method, _ = evaluator(protocol="Trains", final="Trains")
+    made, method, data = evaluator(protocol="Trains", final="Trains")
     before = copy.deepcopy(method.state_dict())
     made.validate(method.encoder)
     assert made.result_units() == {"trained": "accuracy"}
     assert made.trains_network
     assert Trains.calls == 0
     assert all(torch.equal(value, before[name]) for name, value in method.state_dict().items())
-    judged = {"global": {"trained": Score(0.5)}}
+    score = Score(0.5, num_images=len(load_split(data, "test").images))
+    judged = {"global": {"trained": score}}
     assert made.evaluate([("global", method)]) == judged
     assert made.evaluate([("global", method)], final=True) == judged
-    assert made.baselines(method) == {"untrained": {"trained": Score(0.5)}, "pixels": {}}
+    assert made.baselines(method) == {"untrained": {"trained": score}, "pixels": {}}
 
 
 def test_a_class_that_is_no_protocol_is_refused():
@@ -131,6 +133,7 @@ def test_units_from_the_protocol_to_the_files(tmp_path, capsys):
     assert set(line["evaluation"]) == {"norm", "norm_std", "plain", "plain_std"}
     summary = read_summary(tmp_path)
     assert summary["units"] == {"norm": "cm", "plain": "accuracy"}
+    assert summary["test_images"] == {"norm": 360, "plain": 360}
     assert summary["final"]["federated"] == line["evaluation"]
     assert set(summary["final"]["pixels"]) == {"norm", "norm_std", "plain", "plain_std"}
     out = capsys.readouterr().out

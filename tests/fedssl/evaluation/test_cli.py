@@ -47,9 +47,11 @@ def test_command_evaluates_a_run_on_its_own_data(
     assert report["seed"] == 7
     assert report["evaluation"]["k"] == 20
     assert report["units"] == {"knn": "accuracy"}
+    assert report["test_images"] == {"knn": report["images"]["test"]}
     assert 0.3 < report["results"]["knn"] < 1  # an untrained encoder is far from chance
     output = capsys.readouterr().out
-    assert f"{100 * report['results']['knn']:.1f}" in output
+    accuracy = f"{100 * report['results']['knn']:.1f}"
+    assert re.search(rf"knn +{accuracy} +{report['images']['test']}\n", output)
     assert str(finished_run / "evaluation" / "knn-digits.json") in output
 
 

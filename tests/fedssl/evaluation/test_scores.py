@@ -5,7 +5,15 @@ import math
 
 import pytest
 
-from fedssl.evaluation.scores import Score, as_scores, format_table, mean_over_models, to_flat_dict, units_of
+from fedssl.evaluation.scores import (
+    Score,
+    as_scores,
+    format_table,
+    mean_over_models,
+    num_test_images,
+    to_flat_dict,
+    units_of,
+)
 
 
 def test_scores_round_trip_through_files():
@@ -27,6 +35,16 @@ def test_results_over_models_are_means_and_deviations():
     assert (length.value, length.std, length.unit) == (2, pytest.approx(math.sqrt(2)), "m")
     assert mean_over_models([{"few": Score(0.2, std=0.01)}]) == {"few": Score(0.2, std=0.01)}
     assert mean_over_models([{}, {}]) == {}
+
+
+def test_the_number_of_test_images_is_known_if_all_agree():
+    models = [{"knn": Score(0.2, num_images=8), "mae": Score(3, "m", num_images=number)} for number in (8, 9)]
+    assert num_test_images(models) == num_test_images([mean_over_models(models)]) == {"knn": 8}
+    assert format_table({"one": models[0], "two": models[1]}).split("\n") == [
+        "accuracy in %   one   two  test images",
+        "knn            20.0  20.0            8",
+        "mae (m)           3     3            -",
+    ]
 
 
 def test_format_table():

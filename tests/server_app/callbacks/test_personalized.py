@@ -127,6 +127,7 @@ def test_in_the_run_folder(tmp_path):
     assert found["means"][PARTICIPANTS]["knn"] == pytest.approx(summary["final"]["federated"]["knn"])
     judged = {(row["client"], row["group"]) for row in found["clients"]}
     assert judged == {(0, PARTICIPANTS), (1, PARTICIPANTS), (2, UNSEEN), (2, UNSEEN_ADAPTED)}
+    assert all(0 < row["local_test_images"]["knn"] < summary["test_images"]["knn"] for row in found["clients"])
     own = [row["local_test"]["knn"] for row in found["clients"] if row["group"] == PARTICIPANTS]
     assert found["means"][f"{PARTICIPANTS}, local test"]["knn"] == pytest.approx(sum(own) / 2)
     assert isinstance(load_encoder(tmp_path / "run" / "encoder.pt"), torch.nn.Module)
