@@ -8,11 +8,13 @@
 ``dataset.size=`` is given, and scaled and standardized as in its training, unless the data set has another window,
 percentiles, background or dtype. The result is printed and written to
 ``evaluation/<protocol>-<dataset>.json`` beside the encoder; the file of ``fedu/linear`` begins with ``fedu_linear``.
+Only the same evaluation replaces a file; the name of another one, e.g. with another path, ends with ``-2``, ``-3``, ...
 """
 
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +40,7 @@ from fedssl.evaluation.protocol import evaluate_domains, evaluation_problem, log
 from fedssl.evaluation.scores import Score, column_title, format_table, num_test_images, to_flat_dict, units_of
 from fedssl.export import load_user_encoder
 from fedssl.machine.devices import select_device
+from fedssl.safe_io import read_text
 from fedssl.text_table import align
 
 USAGE = (
@@ -96,7 +99,6 @@ def evaluate_encoder(overrides: Sequence[str]) -> Evaluation:
     if left_out and not results:
         raise InputError(f"{left_out}; choose evaluation=knn or evaluation=linear")
     name = data.name.rpartition("/")[2]
-    report = file.parent / "evaluation" / f"{values.get('evaluation', 'knn').replace('/', '_')}-{name}.json"
     content = {
         "encoder": str(file),
         "evaluation": settings.evaluation.protocol.values,
@@ -108,12 +110,38 @@ def evaluate_encoder(overrides: Sequence[str]) -> Evaluation:
         "test_images": num_test_images([results]),
         "parts": {name: dict(score.parts) for name, score in results.items() if score.parts},
     }
+    report = _report_file(
+        file.parent / "evaluation", f"{values.get('evaluation', 'knn').replace('/', '_')}-{name}", content
+    )
     try:
         make_subfolder(file.parent, "evaluation")
         write_text(report, json.dumps(content, indent=2) + "\n")
     except (OSError, ValueError) as error:  # the data set's name may be an invalid file name
         raise InputError(f"{report} cannot be written ({error}); make its folder writable") from error
     return Evaluation(results, left_out, name, report)
+
+
+def _report_file(folder: Path, name: str, content: Mapping[str, Any]) -> Path:
+    """Return the file of a report: the first one that does not exist, or has the same encoder and settings."""
+    subject = _subject(json.loads(json.dumps(content)))
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(file for each in names if _may_be_written(file := folder / f"{each}.json", subject))
+
+
+def _may_be_written(file: Path, subject: list[Any]) -> bool:
+    try:
+        text = read_text(file)
+    except InputError:  # to write it fails for the same reason, which is reported
+        return True
+    try:
+        return text is None or _subject(json.loads(text)) == subject
+    except (ValueError, KeyError, TypeError):  # another file
+        return False
+
+
+def _subject(content: Any) -> list[Any]:
+    """Return what a report is about."""
+    return [Path(content["encoder"]).name, *(content[key] for key in ("evaluation", "dataset", "seed"))]
 
 
 def _tables_of_parts(results: Mapping[str, Score]) -> list[str]:

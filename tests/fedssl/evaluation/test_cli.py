@@ -55,6 +55,20 @@ def test_command_evaluates_a_run_on_its_own_data(
     assert str(finished_run / "evaluation" / "knn-digits.json") in output
 
 
+def test_another_evaluation_keeps_the_file_of_the_former(finished_run: Path, monkeypatch: pytest.MonkeyPatch):
+    for overrides in ([], ["evaluation.k=20"], ["dataset.limit=200"], ["evaluation.k=20"]):
+        assert command(monkeypatch, f"run={finished_run}", *overrides) == 0
+        (finished_run / "evaluation" / "knn-digits-3.json").touch()  # of somebody else, and no report
+    reports = [finished_run / "evaluation" / f"knn-digits{end}.json" for end in ("", "-2", "-4")]
+    found = [json.loads(file.read_text()) for file in reports]
+    assert [(each["evaluation"]["k"], each["dataset"]["limit"]) for each in found] == [
+        (200, 300),
+        (20, 300),
+        (200, 200),
+    ]
+    assert len([*reports[0].parent.iterdir()]) == 4
+
+
 def test_command_standardizes_and_resizes_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_encoder(tmp_path / "encoder.pt", channels=3, size=16)
     overrides = [f"encoder={tmp_path / 'encoder.pt'}", "dataset=digits", "dataset.limit=100"]
