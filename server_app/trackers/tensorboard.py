@@ -22,8 +22,7 @@ class TensorBoard:
 
     def begin(self, run: TrackedRun) -> None:
         """Open the event file. Events of rounds that a resumed run repeats are purged."""
-        purge = run.done + 1 if run.done else None
-        self._writer: SummaryWriter = self._make(str(run.folder / "tensorboard"), purge_step=purge)
+        self._writer: SummaryWriter = self._make(str(run.folder / "tensorboard"), purge_step=run.done + 1)
         lines = "\n".join(f"    {key}: {json.dumps(value)}" for key, value in run.settings.items())
         self._writer.add_text("settings", lines, run.done)
 
