@@ -43,10 +43,18 @@ class Summary(Callback):
     ) -> None:
         self._folder, self._settings, self._tracker = folder, settings, tracker
         self._few_images, self._started = few_images, started
+        self._has_rounds = False  # whether this process has begun a round
+
+    def on_round_start(self, round: int) -> None:
+        """Remove the summary of an earlier end, which does not describe the run any more, also if this process dies."""
+        if not self._has_rounds:
+            (self._folder.path / "summary.json").unlink(missing_ok=True)
+        self._has_rounds = True
 
     def on_run_end(self, end: RunEnd) -> None:
         """Write the summary, unless settings of a resumption were refused: then the run is unchanged."""
-        if isinstance(end.error, InputError) and self._settings.recording.resumed is not None:
+        resumed = self._settings.recording.resumed is not None
+        if isinstance(end.error, InputError) and resumed and not self._has_rounds:
             return
         with suppress(OSError) if end.error is not None else nullcontext():  # the disk may be full
             content = self._content(end)

@@ -4,6 +4,7 @@ import pytest
 
 from fedssl.errors import InputError
 from fedssl.runs.run import read_run
+from server_app import training_loop
 from simulation.run import run
 from tests.runs import KNN, SMALL, ending
 
@@ -29,6 +30,22 @@ def test_a_paused_run_continues_with_the_same_bits(tmp_path):
     assert ending(paused) == ("finished", 3, None)
     assert (paused / "encoder.pt").read_bytes() == (tmp_path / "whole" / "encoder.pt").read_bytes()
     assert read_run(paused).command_overrides == read_run(tmp_path / "whole").command_overrides
+
+
+def test_a_continued_run_has_no_summary_of_its_former_end(tmp_path, monkeypatch):
+    """Else it would count as finished, with results of fewer rounds, if its process is killed."""
+    folder, found, run_round = tmp_path / "run", [], training_loop.run_round
+    run([*QUICK, "rounds=1", f"output_dir={folder}"])
+
+    def observed(*args, **options):
+        found.append(read_run(folder).summary)
+        return run_round(*args, **options)
+
+    monkeypatch.setattr(training_loop, "run_round", observed)
+    run([f"resume={folder}"])
+    assert (found, ending(folder)) == ([], ("finished", 1, None))
+    run([f"resume={folder}", "rounds=2"])
+    assert (found, ending(folder)) == ([None], ("finished", 2, None))
 
 
 def test_pausing_at_or_after_the_last_round_has_no_effect(tmp_path):
