@@ -124,8 +124,8 @@ class RunFolder:
             restore_teacher(components.method, state)
         if components.client_data:
             self.write_partition(components.client_data)
+        store_initial_weights(settings, self.path)  # before the settings, with which the run can be resumed
         self._save_settings(settings.recording)
-        store_initial_weights(settings, self.path)
         return state
 
     def _save_settings(self, settings: RecordingSettings) -> None:

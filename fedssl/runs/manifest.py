@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fedssl.atomic_files import append_text, remove, round_file, saved_rounds, write_text
+from fedssl.atomic_files import append_text, atomic_write, remove, round_file, saved_rounds, write_text
 from fedssl.digests import checksum, new_checksum
-from fedssl.safe_io import MAX_LINES_BYTES, MAX_TENSORS_BYTES, open_regular_file, read_text
+from fedssl.safe_io import MAX_LINES_BYTES, MAX_TENSORS_BYTES, open_regular_file, read_bytes, read_text
 
 JSONL_FILES = ("metrics.jsonl", "clients.jsonl", "health.jsonl")
 CLIENT_STATES = "clients"  # folder with one folder per client (see `client_folder`), which may have subfolders
@@ -182,9 +182,9 @@ class LineFile:
 
     def restore(self, size: int, *, round: int) -> None:
         """Keep the first ``size`` bytes, which are intact and end with the lines of ``round``."""
-        content = (read_text(self.file, max_bytes=MAX_LINES_BYTES) or "").encode()[:size]
+        content = read_bytes(self.file, max_bytes=MAX_LINES_BYTES)[:size] if size else b""
         if size:
-            write_text(self.file, content.decode())
+            atomic_write(self.file, lambda stream: stream.write(content))
         else:
             remove(self.file)
         self._size, self._digest = size, new_checksum(content)

@@ -21,10 +21,11 @@ from fedssl.pretrained import loading
 from fedssl.pretrained.sources import read_source
 from fedssl.runs.loaded_run import load_run_folder
 from fedssl.runs.verify import verify_run
+from server_app import run_folder
 from server_app.initial_weights import adopt_statistics
 from simulation.run import run
 from tests.federation import TINY, Federation
-from tests.runs import read_summary
+from tests.runs import SMALL, UNTESTED, read_summary
 
 SETTINGS = {"_target_": "fedssl.encoders.conv_small", "channels": 1, "size": 8, "width": 4}
 
@@ -72,6 +73,17 @@ def test_a_run_reads_its_source_once(source, tmp_path, monkeypatch, is_folder):
     options += ["encoder.width=4", "final_evaluation=knn", "evaluation=knn", f"encoder.weights={source}"]
     run([*options, f"output_dir={tmp_path / 'run'}"])
     assert calls == [str(source)]
+
+
+def test_a_run_with_settings_has_its_initial_encoder(source, tmp_path, monkeypatch):
+    """Whenever its process is killed: with settings it can be resumed, and not begun again."""
+    found = []
+    save = run_folder.save_run
+    monkeypatch.setattr(
+        run_folder, "save_run", lambda *args: found.append((args[1] / INITIAL_ENCODER_FILE).is_file()) or save(*args)
+    )
+    run([*SMALL, *UNTESTED, "encoder.width=4", f"encoder.weights={source}", f"output_dir={tmp_path / 'run'}"])
+    assert found == [True]
 
 
 @pytest.mark.heavy

@@ -52,6 +52,11 @@ def cut_lines(file, count):
     file.write_text("".join(lines[:count]))
 
 
+def append(file, content):
+    with file.open("ab") as stream:
+        stream.write(content)
+
+
 def repeat_last_line(file):
     file.write_text(file.read_text() + file.read_text().splitlines(keepends=True)[-1])
 
@@ -61,11 +66,12 @@ RECOVERABLE = {
     "flipped byte in a state": (lambda run: flip_bit(run / STATE, -5), f"{STATE} is damaged"),
     "folder in place of a state": (lambda run: replace_by_folder(run / STATE), f"{STATE} is "),
     "no last line of a client": (lambda run: cut_lines(run / "clients.jsonl", 5), "clients.jsonl has"),
+    "bytes after the last line": (lambda run: append(run / "metrics.jsonl", b"{\xff\0"), None),
     "doubled last line": (lambda run: repeat_last_line(run / "metrics.jsonl"), None),
 }
 
 
-@pytest.mark.parametrize("damage", some(RECOVERABLE, default=["no state"]))
+@pytest.mark.parametrize("damage", some(RECOVERABLE, default=["no state", "bytes after the last line"]))
 def test_a_damaged_part_costs_a_round_and_changes_no_number(tmp_path, three_rounds, expected, damage):
     folder = shutil.copytree(three_rounds, tmp_path / "run")
     action, problem = RECOVERABLE[damage]
