@@ -32,6 +32,7 @@ from fedssl.logs import log
 from fedssl.machine.out_of_memory import OUT_OF_MEMORY, is_out_of_memory
 from fedssl.partition import client_indices, shifted
 from fedssl.runs.manifest import client_folder
+from fedssl.safe_io import sanitize_line
 from fedssl.secure_aggregation.client import is_secure, secagg_reply
 from fedssl.secure_aggregation.protocol import SECAGG_CONFIG_KEY
 from fedssl.statistics.exchange import QUERY, answer
@@ -104,7 +105,7 @@ def failure_reply(message: Message, context: Context, error: Exception) -> Messa
     else:
         log.error("%s", reason, exc_info=None if isinstance(error, RequestRefused) else error)
         with suppress(Exception):  # the configuration of the node may be the error
-            record(EdgeClient.read(context.node_config).states, "refused", reason=str(error))
+            record(EdgeClient.read(context.node_config).states, "refused", reason=sanitize_line(str(error)))
         reason = safe_error_message(error)
     return error_reply(message, reason)
 

@@ -16,6 +16,7 @@ from fedssl.config.device_task import read_task
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet import checks
+from fedssl.fleet.history import FILE
 from fedssl.fleet.limits import Limits
 from fedssl.wire.device import installed_versions
 from fedssl.wire.identity import NodeInfo, read_node_info
@@ -164,6 +165,17 @@ def test_what_a_hostile_server_sends_is_refused_in_a_sentence(name, plan, node, 
     written = [file for file in everything_below(tmp_path) if file not in before]
     assert all(file.startswith("states") and not file.endswith(".safetensors") for file in written)
     assert not {"antigravity", "numpy.testing"} & (set(sys.modules) - modules)
+
+
+def test_its_history_never_stops_a_device(plan, node, tmp_path):
+    """A long text of a server makes the file no longer than it may be, and a damaged file begins anew."""
+    refusal(changed(plan, upload_names="\n" + 5_000_000 * "x"), node)
+    assert not ask(plan, context(**node)).has_error()
+    file = tmp_path / "states" / FILE
+    assert len(file.read_text().splitlines()) == 3
+    file.write_bytes(b"\xff")
+    assert not ask(plan, context(**node)).has_error()
+    assert len(file.read_text().splitlines()) == 2
 
 
 def test_another_runs_states_are_never_read_or_dropped(plan, node, tmp_path):
