@@ -99,6 +99,7 @@ def encoder_quality(file: Path, images: Path, *, folders: Sequence[Path] = ()) -
     """
     from fedssl.datasets import folder  # slow imports
     from fedssl.datasets.path_index import ALL_IMAGES
+    from fedssl.datasets.raster import pixel_settings
     from fedssl.evaluation import collapse_metrics
     from fedssl.evaluation.features import extract
 
@@ -110,8 +111,7 @@ def encoder_quality(file: Path, images: Path, *, folders: Sequence[Path] = ()) -
         limit=NUM_IMAGES,
         path=str(images),
         **ALL_IMAGES,
-        background=encoder.preprocess.background,
-        window=encoder.preprocess.window,
+        **pixel_settings(encoder.metadata),
     )
     if data is None or len(data.images) < 2:
         raise InputError(f"{images} has fewer than two images that can be read; add images")

@@ -9,8 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fedssl.datasets import folder as image_folder
+from fedssl.datasets.raster import pixel_metadata
+from fedssl.encoders import conv_small
 from fedssl.errors import InputError, RequestRefused
-from fedssl.export import load_encoder
+from fedssl.export import load_encoder, save_encoder
 from fedssl.fleet import device_cli
 from fedssl.fleet.certificates import load_signing_key, sign
 from fedssl.fleet.encoders import METRICS, encoder_quality, store_encoder, stored_encoders
@@ -94,6 +97,17 @@ def test_a_device_with_an_authority_refuses_other_signatures(tmp_path, keys, cap
     output = capsys.readouterr().out
     assert f"device b did not store the encoder: the encoder of round 1 is refused: {reason}" in output
     assert "1 of 2 devices received the encoder of round 1" in output
+
+
+def test_quality_is_measured_with_the_pixels_of_training(tmp_path, monkeypatch):
+    settings = {"_target_": "fedssl.encoders.conv_small", "channels": 1, "size": 8, "width": 4}
+    pixels = {"background": 0, "window": None, "percentiles": [5, 95], "dtype": "float32"}
+    encoder, file = conv_small(channels=1, size=8, width=4), tmp_path / "encoder.pt"
+    save_encoder(file, encoder, settings=settings, mean=[0.5], std=[0.2], metadata=pixel_metadata(pixels))
+    read, used = image_folder.read, {}
+    monkeypatch.setattr(image_folder, "read", lambda split, **given: used.update(given) or read(split, **given))
+    encoder_quality(file, write_images(tmp_path / "images", 4))
+    assert {key: used[key] for key in pixels} == pixels
 
 
 @pytest.mark.heavy
