@@ -1,19 +1,17 @@
-"""The client's side of secure aggregation: checks of the server's proposal, and the four phases of SecAgg+.
+"""The client's side of secure aggregation: the four phases of SecAgg+, in the wire format of Flower 1.41.
 
-They are in the wire format of Flower 1.41. The functions of the phases get the values of a message's record and return
-those of the reply. What is needed later is in the state, which the context stores between messages.
-
-The client validates the server's parameters, because masks protect nothing if one node controls them. It refuses
-messages that do not follow the protocol (`RequestRefused`).
+The functions of the phases get the values of a message's record and return those of the reply. What is needed later is
+in the state, which the context stores between messages. The client refuses messages that do not follow the protocol
+(`RequestRefused`).
 """
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
+from cryptography.fernet import InvalidToken
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedssl.errors import RequestRefused
@@ -32,25 +30,24 @@ from fedssl.secure_aggregation.flower_internals import (
     share_keys_plaintext_concat,
     share_keys_plaintext_separate,
 )
-from fedssl.secure_aggregation.graph import SharingGraph, removed_clients
-from fedssl.secure_aggregation.masks import MASK_GENERATORS, SEED_BITS, add_mask, quantize, rounding_generator
+from fedssl.secure_aggregation.masks import add_mask, quantize, rounding_generator
+from fedssl.secure_aggregation.proposal import check_limits, check_setup
 from fedssl.secure_aggregation.protocol import (
     COLLECT,
+    KEY_BYTES,
     MASK_GENERATOR,
-    MAX_CLIENTS,
-    MAX_WEIGHT,
-    MIN_CLIENTS,
     PHASES,
     SECAGG_CONFIG_KEY,
-    SECAGG_PARAMETERS,
+    SEED_BYTES,
     SETUP,
     SHARE_KEYS,
     TARGET_RANGE,
     UNIFORM_WEIGHT,
     UNMASK,
     delta_of,
+    read_public_key,
 )
-from fedssl.secure_aggregation.shamir import create_shares
+from fedssl.secure_aggregation.shamir import create_shares, is_share
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 
 Record = dict[str, Any]
@@ -76,6 +73,7 @@ class SecAggState:
     neighbors: list[int] = field(default_factory=list)
     neighbor_mask_publics: list[bytes] = field(default_factory=list)
     neighbor_secrets: list[bytes] = field(default_factory=list)  # keys of the encrypted shares
+    unreadable: list[int] = field(default_factory=list)  # neighbors that sent malformed shares
     owners: list[int] = field(default_factory=list)
     seed_shares: list[bytes] = field(default_factory=list)
     key_shares: list[bytes] = field(default_factory=list)
@@ -111,7 +109,7 @@ def setup(values: Mapping[str, Any], *, node: int) -> tuple[SecAggState, Record]
 def share_keys(state: SecAggState, values: Mapping[str, Any]) -> Record:
     """Encrypt a share of the own seed and of the private mask key for each neighbor."""
     publics = _read_publics(state, values)
-    state.seed = os.urandom(32)
+    state.seed = os.urandom(SEED_BYTES)
     seed_shares = create_shares(state.seed, state.threshold, state.share_num)
     key_shares = create_shares(state.mask_key, state.threshold, state.share_num)
     private, ciphertexts = bytes_to_private_key(state.share_key), []
@@ -153,16 +151,21 @@ def collect(state: SecAggState, values: Mapping[str, Any], train: Callable[[], t
 
 
 def unmask(state: SecAggState, values: Mapping[str, Any]) -> Record:
-    """Reveal a share of the seed of each surviving client, and of the mask key of each one that dropped out."""
+    """Reveal a share of the seed of each surviving client, and of the mask key of each one that dropped out.
+
+    Those of neighbors that sent malformed shares are missing.
+    """
     active, dead = values.get("active_nids"), values.get("dead_nids")
     if not (isinstance(active, list) and isinstance(dead, list)) or set(active) & set(dead):
         raise RequestRefused("secure aggregation was asked for both shares of a client, which would reveal its update")
-    if state.node not in active or not set(active) | set(dead) <= set(state.owners) or len(active) < state.threshold:
+    known = {*state.owners, *state.unreadable}
+    if state.node not in active or not set(active) | set(dead) <= known or len(active) < state.threshold:
         raise RequestRefused(
             f"secure aggregation was asked to unmask {len(active)} clients of which at least {state.threshold} must be "
             "neighbors that survived, and this client one of them"
         )
     seeds, keys = (dict(zip(state.owners, shares, strict=True)) for shares in (state.seed_shares, state.key_shares))
+    active, dead = ([node for node in nodes if node in seeds] for nodes in (active, dead))
     reply = {"nids": [*active, *dead], "shares": [seeds[node] for node in active] + [keys[node] for node in dead]}
     vars(state).update(vars(SecAggState()))  # secrets are used once
     return reply
@@ -171,7 +174,7 @@ def unmask(state: SecAggState, values: Mapping[str, Any]) -> Record:
 def _read_publics(state: SecAggState, values: Mapping[str, Any]) -> dict[int, tuple[bytes, bytes]]:
     """Return the validated public keys of the neighbors and of the client itself, by node."""
     try:
-        publics = {int(node): (bytes(mask), bytes(share)) for node, (mask, share) in values.items()}
+        publics = {int(node): (read_public_key(mask), read_public_key(share)) for node, (mask, share) in values.items()}
     except (TypeError, ValueError) as error:
         raise RequestRefused("secure aggregation sent no pairs of public keys") from error
     if not state.threshold <= len(publics) <= state.share_num:
@@ -199,13 +202,27 @@ def _read_shares(state: SecAggState, values: Mapping[str, Any]) -> set[int]:
         )
     secrets = dict(zip(state.neighbors, state.neighbor_secrets, strict=True))
     for sender, ciphertext in zip(senders, ciphertexts, strict=True):
-        source, destination, seed_share, key_share = share_keys_plaintext_separate(decrypt(secrets[sender], ciphertext))
-        if (source, destination) != (sender, state.node):
-            raise RequestRefused("secure aggregation sent a share of another node than stated")
+        shares = _decrypted(ciphertext, secrets[sender], sender=sender, state=state)
+        if shares is None:  # of this neighbor alone; other shares may be enough
+            log.warning("the shares of node %d cannot be read", sender)
+            state.unreadable.append(sender)
+            continue
         state.owners.append(sender)
-        state.seed_shares.append(seed_share)
-        state.key_shares.append(key_share)
+        state.seed_shares.append(shares[0])
+        state.key_shares.append(shares[1])
     return set(senders)
+
+
+def _decrypted(ciphertext: Any, secret: bytes, *, sender: int, state: SecAggState) -> tuple[bytes, bytes] | None:
+    """Return the shares of a neighbor's seed and of its key; None if they are malformed, or those of another node."""
+    try:
+        plaintext = decrypt(secret, ciphertext)
+    except (InvalidToken, TypeError):
+        return None
+    source, destination, seed_share, key_share = share_keys_plaintext_separate(plaintext)
+    is_valid = is_share(seed_share, secret_bytes=SEED_BYTES, num=state.share_num)
+    is_valid &= is_share(key_share, secret_bytes=KEY_BYTES, num=state.share_num)
+    return (seed_share, key_share) if is_valid and (source, destination) == (sender, state.node) else None
 
 
 STATE = "secaggplus_state"  # name of the record that a client stores between the phases
@@ -230,9 +247,9 @@ def secagg_reply(
     values = dict(message.content.config_records[SECAGG_CONFIG_KEY])
     phase = values.pop("stage", None)
     if phase == SETUP:
-        _check_setup(values)
+        check_setup(values)
         if limits is not None:
-            _check_limits(values, limits)
+            check_limits(values, limits)
         state, reply = setup(values, node=message.metadata.dst_node_id)
     else:
         state = SecAggState.read(context.state.config_records.get(STATE))
@@ -277,62 +294,4 @@ def _check_delta(delta: np.ndarray, *, max_abs: float) -> None:
             "%d values of the update exceed secure_aggregation.clipping_range=%g and are clipped to it",
             clipped,
             max_abs,
-        )
-
-
-def _check_setup(values: Mapping[str, Any]) -> None:
-    """Refuse parameters that protect nobody; raises `RequestRefused`."""
-    numbers = [number for key in ("sample_num", "share_num", "threshold") if type(number := values.get(key)) is int]
-    if len(numbers) < 3:
-        raise RequestRefused("secure aggregation was proposed without the number of clients")
-    clients, shares, threshold = numbers
-    if not MIN_CLIENTS <= shares <= clients <= MAX_CLIENTS or not shares < 2 * threshold <= 2 * shares:
-        raise RequestRefused(
-            f"secure aggregation of {clients} clients with {shares} shares, {threshold} of which reveal a mask, "
-            f"was proposed; at least {MIN_CLIENTS} clients, no more than {MAX_CLIENTS}, and more than half of the "
-            "shares are needed"
-        )
-    for key, expected in SECAGG_PARAMETERS.items():
-        if values.get(key) != expected:
-            raise RequestRefused(
-                f"secure aggregation was proposed with {key}={values.get(key)!r} instead of {expected}"
-            )
-    max_weight = values.get("max_weight")
-    if not isinstance(max_weight, float) or not (max_weight == UNIFORM_WEIGHT or 2 <= max_weight <= MAX_WEIGHT):
-        raise RequestRefused(
-            f"secure aggregation was proposed with max_weight={max_weight!r}; it is 1.0 for equal weights, or a number "
-            f"of images from 2 to {MAX_WEIGHT}"
-        )
-    clipping_range, generator = values.get("clipping_range"), values.get(MASK_GENERATOR, "mt19937")
-    if not isinstance(clipping_range, float) or not 0 < clipping_range < math.inf:
-        raise RequestRefused(f"secure aggregation was proposed with clipping_range={clipping_range!r}")
-    if generator not in MASK_GENERATORS:
-        raise RequestRefused(
-            f"secure aggregation was proposed with {MASK_GENERATOR}={generator!r}; known are "
-            f"{', '.join(MASK_GENERATORS)}"
-        )
-
-
-def _check_limits(values: Mapping[str, Any], limits: Limits) -> None:
-    clients, shares, threshold = values["sample_num"], values["share_num"], values["threshold"]
-    generator = values.get(MASK_GENERATOR, "mt19937")
-    corrupted, dropouts = (
-        removed_clients(fraction, clients) for fraction in (limits.corrupted_fraction, limits.dropout_fraction)
-    )
-    graph = SharingGraph(
-        clients=clients, neighbors=shares - 1, threshold=threshold, corrupted=corrupted, dropouts=dropouts
-    )
-    required = f"but this device requires {limits.security_bits:g} (security_bits of its limits)"
-    if SEED_BITS[generator] < limits.security_bits:
-        raise RequestRefused(
-            f"the masks of secure_aggregation.mask_generator={generator} have {SEED_BITS[generator]} security bits, "
-            f"{required}; set secure_aggregation.mask_generator=chacha20"
-        )
-    if graph.security_bits < limits.security_bits:
-        raise RequestRefused(
-            f"secure aggregation of {clients} clients with {shares - 1} neighbors and a threshold of {threshold} has "
-            f"{graph.security_bits:.3g} security bits if {corrupted} clients are corrupted and {dropouts} drop out, "
-            f"{required}; set secure_aggregation.corrupted_fraction to {limits.corrupted_fraction:g}, dropout_fraction "
-            f"to {limits.dropout_fraction:g} and security_bits to {limits.security_bits:g} or more, and neighbors and "
-            "threshold to null"
         )

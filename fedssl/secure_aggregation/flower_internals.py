@@ -1,6 +1,6 @@
 """Undocumented names of Flower 1.41: keys, encryption and arrays as bytes of its SecAgg+."""
 
-from flwr.common import bytes_to_ndarray, ndarray_to_bytes
+from flwr.common import ndarray_to_bytes
 from flwr.common.secure_aggregation.crypto.symmetric_encryption import decrypt, encrypt, generate_shared_key
 from flwr.common.secure_aggregation.secaggplus_utils import share_keys_plaintext_concat, share_keys_plaintext_separate
 from flwr.supercore.primitives.asymmetric import (
@@ -12,7 +12,6 @@ from flwr.supercore.primitives.asymmetric import (
 )
 
 __all__ = [
-    "bytes_to_ndarray",
     "bytes_to_private_key",
     "bytes_to_public_key",
     "decrypt",

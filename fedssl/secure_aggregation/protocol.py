@@ -13,8 +13,11 @@ phase (``stage``)           message                                         repl
 """
 
 import numpy as np
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, EllipticCurvePublicKey
 
 from fedssl.arrays import Layers
+from fedssl.secure_aggregation.flower_internals import bytes_to_private_key, bytes_to_public_key, public_key_to_bytes
 
 SECAGG_CONFIG_KEY = "secaggplus_configs"  # Flower's name of the record with the stages of the protocol
 SETUP, SHARE_KEYS, COLLECT, UNMASK = PHASES = ("setup", "share_keys", "collect_masked_vectors", "unmask")
@@ -26,6 +29,33 @@ SECAGG_PARAMETERS = {"target_range": TARGET_RANGE, "mod_range": 1 << 32}
 UNIFORM_WEIGHT = 1  # max_weight of a round in which all clients have this weight; larger ones are numbers of images
 MAX_WEIGHT = TARGET_RANGE  # the weight of one image is a step at least
 MAX_CLIENTS = (1 << 32) // TARGET_RANGE - 1  # more quantized values may exceed the modulus
+SEED_BYTES, KEY_BYTES = 32, 306  # of the secrets of a client: the seed of its own mask, and its private mask key in PEM
+
+
+def read_public_key(data: object) -> bytes:
+    """Return a public key in Flower's form; `ValueError` if it is no key with which its neighbors can agree."""
+    if not isinstance(data, bytes):
+        raise ValueError("it is no public key")
+    try:
+        key = bytes_to_public_key(data)
+    except UnsupportedAlgorithm as error:
+        raise ValueError("its algorithm is unknown") from error
+    is_of_curve = isinstance(key, EllipticCurvePublicKey) and isinstance(key.curve, SECP384R1)
+    if not is_of_curve or public_key_to_bytes(key) != data:  # a key has no other form
+        raise ValueError("it is no public key of the curve secp384r1")
+    return data
+
+
+def check_secret(secret: bytes, *, public: bytes | None) -> None:
+    """Raise `ValueError` if a secret is not the private key of a public one, or no seed if that is None."""
+    try:
+        is_valid = len(secret) == SEED_BYTES
+        if public is not None:
+            is_valid = public_key_to_bytes(bytes_to_private_key(secret).public_key()) == public
+    except (TypeError, UnsupportedAlgorithm):  # of keys that Flower does not create
+        is_valid = False
+    if not is_valid:
+        raise ValueError("the shares reveal another secret")
 
 
 def summed_names(layers: Layers) -> list[str]:
@@ -42,3 +72,13 @@ def delta_of(layers: Layers, start: Layers) -> np.ndarray:
     """Return the change of all summed layers as one float64 vector."""
     deltas = [layers[name].astype(np.float64) - start[name] for name in summed_names(start)]
     return np.concatenate([delta.reshape(-1) for delta in deltas])
+
+
+def apply_delta(layers: Layers, delta: np.ndarray) -> Layers:
+    """Add a `delta_of` to the layers, without counters."""
+    applied, start = dict(layers), 0
+    for name in summed_names(layers):
+        array = layers[name]
+        part = delta[start : start + array.size].reshape(array.shape)
+        applied[name], start = (array + part).astype(array.dtype), start + array.size
+    return applied

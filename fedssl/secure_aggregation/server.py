@@ -1,47 +1,50 @@
 """The server's side of one round of SecAgg+, in the wire format of Flower 1.41.
 
-The masked vectors are added as they arrive. A reply that does not follow the protocol drops its client.
+The masked vectors are added as they arrive. A reply that does not follow the protocol drops its client. In the last
+phase its update is in the sum already. Then its shares alone are not used, and those of its neighbors may be enough.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from fedssl.arrays import Layers
 from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.errors import InputError, RunError
 from fedssl.safe_io import sanitize_line
 from fedssl.secure_aggregation.flower_internals import (
-    bytes_to_ndarray,
     bytes_to_private_key,
     bytes_to_public_key,
     generate_shared_key,
-    public_key_to_bytes,
 )
 from fedssl.secure_aggregation.graph import SharingGraph, graph_for, random_neighbors
 from fedssl.secure_aggregation.masks import add_mask, dequantized_mean
 from fedssl.secure_aggregation.protocol import (
     COLLECT,
+    KEY_BYTES,
     MASK_GENERATOR,
     MIN_CLIENTS,
     SECAGG_CONFIG_KEY,
     SECAGG_PARAMETERS,
+    SEED_BYTES,
     SETUP,
     SHARE_KEYS,
     TARGET_RANGE,
     UNIFORM_WEIGHT,
     UNMASK,
-    summed_names,
-    summed_size,
+    check_secret,
+    read_public_key,
 )
-from fedssl.secure_aggregation.shamir import combine_shares
+from fedssl.secure_aggregation.shamir import is_share, secret_and_wrong_sender
 from fedssl.wire.messages import NO_REPLY
-from fedssl.wire.records import content_bytes
+from fedssl.wire.records import content_bytes, read_array
+
+MAX_CIPHERTEXT = 1024  # bytes; the shares for a neighbor have 612
 
 SendMessages = Callable[[list[Message]], Iterable[tuple[Message, Message]]]  # yields messages with their replies
 
@@ -61,6 +64,7 @@ class PhaseCost:
     seconds: float = 0.0
     bytes_down: int = 0
     bytes_up: int = 0
+    invalid: int = 0  # clients whose reply was not used, or is missing
 
 
 @dataclass
@@ -71,6 +75,7 @@ class SecureMean:
     delta: np.ndarray = field(default_factory=lambda: np.zeros(0))
     nodes: list[int] = field(default_factory=list)
     dropped: dict[int, str] = field(default_factory=dict)
+    unused_shares: dict[int, str] = field(default_factory=dict)  # reasons of clients that are in the sum
     bytes_down: dict[int, int] = field(default_factory=dict)
     bytes_up: dict[int, int] = field(default_factory=dict)
     phases: dict[str, PhaseCost] = field(default_factory=dict)
@@ -97,36 +102,29 @@ def secure_mean_delta(
         graph = graph_for(settings, len(contents))
     except InputError as reason:
         raise TooFewParticipants(str(reason)) from reason
-    protocol = _Round(
-        send, graph, settings, length=length, round=round, max_weight=max_weight, message_type=message_type
-    )
-    return protocol.run(contents)
+    total = np.zeros(1 + length, np.uint32)
+    return _Round(send, graph, settings, SecureMean(graph), total, round, max_weight, message_type).run(contents)
 
 
+@dataclass
 class _Round:
     """One round of the protocol. The sets of nodes shrink from phase to phase."""
 
-    def __init__(
-        self,
-        send: SendMessages,
-        graph: SharingGraph,
-        settings: SecureAggregationSettings,
-        *,
-        length: int,
-        round: int,
-        max_weight: int,
-        message_type: str,
-    ) -> None:
-        self._message_type = message_type
-        self._send, self._graph, self._settings, self._round = send, graph, settings, round
-        self._max_weight = max_weight
-        self._result = SecureMean(graph)
-        self._neighbors: dict[int, set[int]] = {}  # with the node itself
-        self._publics: dict[int, tuple[bytes, bytes]] = {}
-        self._keys: set[Any] = set()
-        self._inbox: dict[int, dict[int, bytes]] = {}  # encrypted shares, by receiver and sender
-        self._shares: dict[int, list[bytes]] = {}
-        self._total = np.zeros(1 + length, np.uint32)
+    _send: SendMessages
+    _graph: SharingGraph
+    _settings: SecureAggregationSettings
+    _result: SecureMean
+    _total: np.ndarray  # of the masked vectors, which start with their weight
+    _round: int
+    _max_weight: int
+    _message_type: str
+    _neighbors: dict[int, set[int]] = field(default_factory=dict)  # with the node itself
+    _publics: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
+    _keys: set[bytes] = field(default_factory=set)
+    _inbox: dict[int, dict[int, bytes]] = field(default_factory=dict)  # encrypted shares, by receiver and sender
+    _alive: set[int] = field(default_factory=set)  # nodes whose masked vectors are in the sum
+    _unreadable: set[int] = field(default_factory=set)  # nodes with a share that a neighbor could not read
+    _shares: dict[int, dict[int, bytes]] = field(default_factory=dict)  # by owner of the secret, and sender
 
     def run(self, contents: Mapping[int, RecordDict]) -> SecureMean:
         graph, settings, result = self._graph, self._settings, self._result
@@ -155,15 +153,16 @@ class _Round:
                 inbox = {sender: text for sender, text in self._inbox.get(node, {}).items() if sender in sharing}
                 shares = _record({"srcs": list(inbox), "ctxts": list(inbox.values())})
                 plans[node] = RecordDict({**contents[node], **shares})
-            alive = self._exchange(COLLECT, plans, self._add_masked)
+            self._alive = alive = self._exchange(COLLECT, plans, self._add_masked)
         with self._phase(UNMASK):
             requests = {}
             for node in alive:
                 others = self._neighbors[node]
                 requests[node] = _record({"active_nids": list(others & alive), "dead_nids": list(others - alive)})
-            self._shares = {node: [] for node in sharing}
+            self._shares = {node: {} for node in sharing}
             self._exchange(UNMASK, requests, self._read_shares)
             self._remove_masks(sharing, alive)
+            result.phases[UNMASK].invalid = len(result.unused_shares)
         result.nodes = sorted(alive)
         result.delta = dequantized_mean(
             self._total[1:],
@@ -202,10 +201,16 @@ class _Round:
                 valid.add(node)
                 del reasons[node]
             except _InvalidReply as reason:
-                reasons[node] = str(reason)
+                reasons[node] = sanitize_line(str(reason), max_chars=500)
+            except Exception as error:  # whatever a peer may have put into a message
+                reasons[node] = sanitize_line(f"its reply cannot be read ({type(error).__name__}: {error})")
             del reply
-        if phase != UNMASK:  # a client that is lost later is in the sum
+        if phase == UNMASK:  # these clients are in the sum
+            reasons |= dict.fromkeys(self._unreadable - reasons.keys(), "its neighbors could not read its shares")
+            result.unused_shares = reasons
+        else:
             result.dropped |= reasons
+        cost.invalid = len(reasons)
         self._require_enough(phase, valid, reasons)
         return valid
 
@@ -237,11 +242,9 @@ class _Round:
     # --- replies ---
 
     def _read_publics(self, node: int, values: Mapping[str, Any]) -> None:
-        publics = (values.get("pk1"), values.get("pk2"))
         try:
-            for public in publics:
-                bytes_to_public_key(public)  # type: ignore[arg-type]  # its TypeError is expected
-        except (TypeError, ValueError) as error:  # the keys of one client must not stop its neighbors
+            publics = (read_public_key(values.get("pk1")), read_public_key(values.get("pk2")))
+        except ValueError as error:  # the keys of one client must not stop its neighbors
             raise _InvalidReply("it sent no public keys") from error
         if publics[0] == publics[1] or not self._keys.isdisjoint(publics):
             raise _InvalidReply("it sent a public key twice, or that of another client")
@@ -251,19 +254,21 @@ class _Round:
                 f"it masks with {generator} but secure_aggregation.mask_generator={self._settings.mask_generator}"
             )
         self._keys |= set(publics)
-        self._publics[node] = publics  # type: ignore[assignment]  # both are bytes, since they were read as keys
+        self._publics[node] = publics
 
     def _read_ciphertexts(self, node: int, values: Mapping[str, Any]) -> None:
         receivers, texts = _lists(values, "dsts", int, "ctxts", bytes)
         if set(receivers) != (self._neighbors[node] & self._publics.keys()) - {node}:
             raise _InvalidReply("it sent shares for other nodes than its neighbors")
+        if max(map(len, texts), default=0) > MAX_CIPHERTEXT:
+            raise _InvalidReply(f"it sent shares of more than {MAX_CIPHERTEXT} bytes")
         for receiver, text in zip(receivers, texts, strict=True):
             self._inbox.setdefault(receiver, {})[node] = text
 
     def _add_masked(self, node: int, values: Mapping[str, Any]) -> None:
         try:
-            weight, vector = map(bytes_to_ndarray, values["masked_params"])
-        except (KeyError, TypeError, ValueError, EOFError) as error:
+            weight, vector = (read_array(data, name="masked_params") for data in values["masked_params"])
+        except (KeyError, TypeError, ValueError) as error:
             raise _InvalidReply("it sent no masked update") from error
         for array, length in ((weight, 1), (vector, len(self._total) - 1)):
             if array.dtype.kind not in "iu" or array.dtype.itemsize < 4 or array.shape != (length,):
@@ -273,27 +278,34 @@ class _Round:
 
     def _read_shares(self, node: int, values: Mapping[str, Any]) -> None:
         owners, shares = _lists(values, "nids", int, "shares", bytes)
-        if set(owners) != self._neighbors[node]:
+        if not {node} <= set(owners) <= self._neighbors[node]:
             raise _InvalidReply("it sent shares of other nodes than its neighbors")
         for owner, share in zip(owners, shares, strict=True):
-            self._shares[owner].append(share)
+            secret_bytes = SEED_BYTES if owner in self._alive else KEY_BYTES
+            if not is_share(share, secret_bytes=secret_bytes, num=self._graph.shares):
+                raise _InvalidReply("it sent a malformed share")
+        for owner, share in zip(owners, shares, strict=True):
+            self._shares[owner][node] = share
+        self._unreadable |= self._neighbors[node].difference(owners)
 
     def _remove_masks(self, sharing: set[int], alive: set[int]) -> None:
         """Remove the own masks of surviving clients, and their masks with clients that dropped out."""
-        generator = self._settings.mask_generator
+        generator, liars = self._settings.mask_generator, set[int]()
         for owner in sharing:
-            # The shares with the lowest indices: those of most owners are the same ones, and so are their weights.
-            shares = sorted(self._shares[owner], key=lambda share: int.from_bytes(share[:4], "little"))
+            shares = {node: share for node, share in self._shares[owner].items() if node not in liars}
+            check = partial(check_secret, public=None if owner in alive else self._publics[owner][0])
             try:
-                secret = combine_shares(shares[: self._graph.threshold])
-                if owner in alive:
-                    add_mask(self._total, secret, generator=generator, sign=-1)
-                    continue
-                private = bytes_to_private_key(secret)
-                if public_key_to_bytes(private.public_key()) != self._publics[owner][0]:
-                    raise ValueError("the shares reveal another key")
+                secret, wrong = secret_and_wrong_sender(shares, self._graph.threshold, check=check)
             except ValueError as error:
-                raise TooFewParticipants(f"secure aggregation received wrong shares ({error})") from error
+                text = f"secure aggregation received wrong shares of the secret of node {owner}: {error}"
+                raise TooFewParticipants(text) from error
+            if wrong is not None:
+                liars.add(wrong)
+                self._result.unused_shares[wrong] = "it sent wrong shares"
+            if owner in alive:
+                add_mask(self._total, secret, generator=generator, sign=-1)
+                continue
+            private = bytes_to_private_key(secret)
             for other in self._neighbors[owner] & alive:
                 pair = generate_shared_key(private, bytes_to_public_key(self._publics[other][0]))
                 add_mask(self._total, pair, generator=generator, sign=1 if owner > other else -1)
@@ -302,22 +314,6 @@ class _Round:
         is_uniform = self._max_weight == UNIFORM_WEIGHT
         if not (weight == largest if is_uniform else 0 < weight <= largest) or self._total.max() > largest:
             raise TooFewParticipants("secure aggregation received wrong shares or masks: the sum is wrong")
-
-
-def apply_delta(layers: Layers, delta: np.ndarray) -> Layers:
-    """Add a delta of `delta_of` to the layers, without counters.
-
-    Raises `TooFewParticipants` if it has another length or is not finite.
-    """
-    names = summed_names(layers)
-    if delta.ndim != 1 or len(delta) != summed_size(layers) or not np.isfinite(delta).all():
-        raise TooFewParticipants("the sum of secure aggregation does not fit the model")
-    applied, start = dict(layers), 0
-    for name in names:
-        array = layers[name]
-        part = delta[start : start + array.size].reshape(array.shape)
-        applied[name], start = (array + part).astype(array.dtype), start + array.size
-    return applied
 
 
 def _record(values: Mapping[str, Any]) -> RecordDict:

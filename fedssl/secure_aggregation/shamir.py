@@ -6,7 +6,7 @@ few bits, without carries into the next slot.
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
 from operator import xor
 
@@ -38,9 +38,52 @@ def evaluate(chunks: bytes, coefficients: Sequence[bytes], num: int) -> list[byt
     return shares
 
 
+def is_share(data: bytes, *, secret_bytes: int, num: int) -> bool:
+    """Return whether data have the form of one of ``num`` shares of a secret of this length."""
+    length = _INDEX_BYTES + (secret_bytes // _CHUNK + 1) * _CHUNK  # padding adds 1 to 16 bytes
+    return len(data) == length and 1 <= _index(data) <= num
+
+
+def secret_and_wrong_sender(
+    shares: Mapping[int, bytes], threshold: int, *, check: Callable[[bytes], None]
+) -> tuple[bytes, int | None]:
+    """Return the secret of shares by sender, and the sender of a wrong one; None if all agree.
+
+    ``threshold`` is more than half of the shares that were made, and ``check`` raises `ValueError` for a secret that is
+    known to be wrong. Raises `ValueError` if fewer shares than that agree, or if several are wrong.
+    """
+    problem = None
+    for left_out in (None, *shares):
+        try:
+            secret = _agreed_secret([share for sender, share in shares.items() if sender != left_out], threshold)
+            check(secret)
+            return secret, left_out
+        except ValueError as error:
+            problem = problem or error
+    raise ValueError(str(problem))
+
+
+def _agreed_secret(shares: Sequence[bytes], threshold: int) -> bytes:
+    """Return the secret of all shares. It takes ``threshold`` of them: those with the lowest indices, or the highest.
+
+    The lowest indices are the same ones for most secrets, and so are their weights.
+    """
+    if len(shares) < threshold:
+        raise ValueError(f"{len(shares)} shares do not reveal a secret of {threshold}")
+    ordered = sorted(shares, key=_index)
+    secret = combine_shares(ordered[:threshold])
+    if len(shares) > threshold and combine_shares(ordered[-threshold:]) != secret:
+        raise ValueError("the shares do not agree")
+    return secret
+
+
+def _index(share: bytes) -> int:
+    return int.from_bytes(share[:_INDEX_BYTES], "little")
+
+
 def combine_shares(shares: Sequence[bytes]) -> bytes:
     """Return the secret of shares, at least as many as its threshold; raises `ValueError` if they do not fit."""
-    indices = tuple(int.from_bytes(share[:_INDEX_BYTES], "little") for share in shares)
+    indices = tuple(map(_index, shares))
     length = len(shares[0]) - _INDEX_BYTES
     if length <= 0 or length % _CHUNK or any(len(share) != length + _INDEX_BYTES for share in shares):
         raise ValueError("shares of a secret have the same length")

@@ -149,7 +149,7 @@ def read_array(data: bytes, *, name: str) -> np.ndarray:
         shape, fortran, dtype = read_header(file)
     except Exception as error:  # NumPy also raises errors of Python's tokenizer
         raise ValueError(f"array {name} is not in NumPy's format") from error
-    if dtype.kind not in "fiub" or any(length < 0 for length in shape):
+    if dtype.kind not in "fiub" or not all(0 <= length < 2**40 for length in shape):  # of an empty array as well
         raise ValueError(f"array {name} has {dtype} of shape {shape} instead of numbers")
     size, declared = len(data) - file.tell(), math.prod(shape) * dtype.itemsize
     if size != declared:

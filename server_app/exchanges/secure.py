@@ -15,8 +15,15 @@ from fedssl.logs import log
 from fedssl.rules import Problem, Rule
 from fedssl.secure_aggregation.graph import describe_graph, graph_for, privacy_parameters
 from fedssl.secure_aggregation.masks import SEED_BITS
-from fedssl.secure_aggregation.protocol import MAX_CLIENTS, MAX_WEIGHT, MIN_CLIENTS, UNIFORM_WEIGHT, summed_size
-from fedssl.secure_aggregation.server import SecureMean, TooFewParticipants, apply_delta, secure_mean_delta
+from fedssl.secure_aggregation.protocol import (
+    MAX_CLIENTS,
+    MAX_WEIGHT,
+    MIN_CLIENTS,
+    UNIFORM_WEIGHT,
+    apply_delta,
+    summed_size,
+)
+from fedssl.secure_aggregation.server import SecureMean, TooFewParticipants, secure_mean_delta
 from fedssl.wire.messages import ClientUpdate
 from server_app.exchanges.base import Lost, Received, SentRound, Sum, TooFewUpdatesError
 from server_app.exchanges.sums import SummedUpdate
@@ -69,9 +76,11 @@ class SecureExchange(WallClockExchange):
                 round=sent.round,
                 max_weight=self._max_weight,
             )
-            layers = apply_delta(start.layers, self._mean.delta)
         except TooFewParticipants as reason:
             raise TooFewUpdatesError(f"round {sent.round}: {reason}") from reason
+        layers = apply_delta(start.layers, self._mean.delta)
+        for node, problem in self._mean.unused_shares.items():
+            log.warning("round %d: the shares of client %d are not used: %s", sent.round, sent.clients[node], problem)
         for node, dropped in self._mean.dropped.items():
             yield Lost(sent.clients[node], dropped)
         self._bytes_down = {sent.clients[node]: self._mean.bytes_down[node] for node in self._mean.nodes}

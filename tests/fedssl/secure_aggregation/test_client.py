@@ -56,6 +56,13 @@ def test_a_protocol_that_would_reveal_more_is_refused(configs, reason):
         reply_to(configs)
 
 
+def test_keys_of_a_server_are_read_before_they_are_used():
+    state = RecordDict({client_side.STATE: ConfigRecord({"phase": "setup"})})
+    for pair in ([10**12, 10**12], [b"x", b"y"], [b"x"], 3):  # the first would be a terabyte of zeros
+        with pytest.raises(RequestRefused, match="secure aggregation sent no pairs of public keys"):
+            reply_to({"stage": "share_keys", "2": pair}, state=state)
+
+
 COLLECTED = {"phase": "collect_masked_vectors", "node": 2, "threshold": 2, "owners": [1, 2, 3]}
 SHARES = {"seed_shares": [b"1", b"2", b"3"], "key_shares": [b"4", b"5", b"6"]}
 

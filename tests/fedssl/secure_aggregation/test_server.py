@@ -1,11 +1,13 @@
 """Rounds of SecAgg+: exact sums with dropouts in every phase, Flower's own client and server, and invalid replies."""
 
+import io
 import logging
 import random
 from functools import partial
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common import Code, FitRes, Parameters, Status
@@ -13,6 +15,7 @@ from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 
 from benchmarks.secure_aggregation import fedssl_app, flower_app, run_fedssl, run_flower
 from fedssl.config.aggregation_settings import SecureAggregationSettings
+from fedssl.secure_aggregation.flower_internals import generate_key_pairs, public_key_to_bytes
 from fedssl.secure_aggregation.masks import dequantized_mean, quantize, rounding_generator
 from fedssl.secure_aggregation.protocol import PHASES, SECAGG_CONFIG_KEY, TARGET_RANGE
 from fedssl.secure_aggregation.server import TooFewParticipants, secure_mean_delta
@@ -143,21 +146,54 @@ def values_of(reply):
     return reply.content.config_records[SECAGG_CONFIG_KEY]
 
 
+def npy(array, shape=None):
+    """An array as bytes, with another shape in their header."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "<u4", "fortran_order": False, "shape": shape or array.shape})
+    return file.getvalue() + array.astype("<u4").tobytes()
+
+
+def archive():
+    """An archive of arrays, which `numpy.load` takes for one."""
+    file = io.BytesIO()
+    np.savez(file, a=np.zeros(LENGTH, np.uint32))
+    return file.getvalue()
+
+
+KEY = public_key_to_bytes(generate_key_pairs()[1])
+OTHER_CURVE = public_key_to_bytes(ec.generate_private_key(ec.SECP256R1()).public_key())
+OTHER_KIND = public_key_to_bytes(ed25519.Ed25519PrivateKey.generate().public_key())
+WEIGHT = npy(np.array([TARGET_RANGE]))
 INVALID = {
     "setup": [
         ({"pk1": 3}, "it sent no public keys"),
         ({"pk2": b"no key"}, "it sent no public keys"),
+        ({"pk1": OTHER_CURVE}, "it sent no public keys"),
+        ({"pk2": OTHER_KIND}, "it sent no public keys"),
+        ({"pk1": b"x" * 1_000_000 + KEY}, "it sent no public keys"),
         ({"mask_generator": "mt19937"}, "it masks with mt19937 but"),
     ],
     "share_keys": [
         ({"dsts": [2]}, "it sent no lists dsts and ctxts of the same length"),
         ({"dsts": [], "ctxts": []}, "it sent shares for other nodes than its neighbors"),
+        (lambda sent: {"ctxts": [b"x" * 2000 for _ in sent["ctxts"]]}, "it sent shares of more than 1024 bytes"),
     ],
     "collect_masked_vectors": [
         ({"masked_params": []}, "it sent no masked update"),
         ({"masked_params": [b"x", b"y"]}, "it sent no masked update"),
+        ({"masked_params": 3}, "it sent no masked update"),
+        ({"masked_params": [WEIGHT, archive()]}, "it sent no masked update"),
+        ({"masked_params": [WEIGHT, npy(np.zeros(LENGTH), shape=(10**12,))]}, "it sent no masked update"),
+        ({"masked_params": [WEIGHT, npy(np.zeros(LENGTH + 1))]}, "its masked update is no vector of 50 integers"),
     ],
-    "unmask": [({"nids": [], "shares": []}, ""), ({"shares": [1, 2]}, "")],
+    "unmask": [
+        ({"nids": [], "shares": []}, "it sent shares of other nodes than its neighbors"),
+        ({"shares": [1, 2]}, "it sent no lists nids and shares of the same length"),
+        *(
+            (lambda sent, share=share: {"shares": [share for _ in sent["shares"]]}, "it sent a malformed share")
+            for share in (b"", bytes(52), b"\1" + bytes(10_000_000))  # the second has the index 0
+        ),
+    ],
 }
 
 
@@ -168,16 +204,16 @@ CASES = [(phase, *case) for phase, cases in INVALID.items() for case in cases]
 def test_an_invalid_reply_drops_its_client(phase, values, reason):
     def change(found, node, reply):
         if (found, node) == (phase, 7):
-            values_of(reply).update(values)
+            sent = values_of(reply)
+            sent.update(values(sent) if callable(values) else values)
 
     result = secure_mean(change=change, clients=10)
-    if phase == "unmask":  # its update is in the sum already
-        assert result.dropped == {}
-        assert 7 in result.nodes
-    else:
-        assert result.dropped.keys() == {7}
-        assert reason in result.dropped[7]
-        assert 7 not in result.nodes
+    reported = result.unused_shares if phase == "unmask" else result.dropped  # then its update is in the sum already
+    assert reported.keys() == {7}
+    assert reason in reported[7]
+    assert (7 in result.nodes) == (phase == "unmask")
+    assert len(result.dropped) == (phase != "unmask")
+    assert [cost.invalid for cost in result.phases.values()] == [name == phase for name in PHASES]
     assert np.array_equal(result.delta, quantized_mean(result.nodes))
 
 
@@ -195,14 +231,53 @@ def test_a_public_key_that_is_used_twice_drops_its_client():
     assert np.array_equal(result.delta, quantized_mean(result.nodes))
 
 
-def test_wrong_shares_end_the_round():
-    def change(phase, node, reply):
-        if phase == "unmask":
-            shares = values_of(reply)["shares"]
-            values_of(reply)["shares"] = [share[:4] + share[:3:-1] for share in shares]
+WRONG = {
+    "reversed": lambda share: share[:4] + share[:3:-1],
+    "one bit": lambda share: share[:4] + bytes([share[4] ^ 1]) + share[5:],
+    "of another": lambda share: (share[0] % 11 + 1).to_bytes(4, "little") + share[4:],
+}
 
-    with pytest.raises(TooFewParticipants, match="secure aggregation received wrong shares"):
+
+def sends_wrong_shares(*nodes, wrong):
+    def change(phase, node, reply):
+        if phase == "unmask" and node in nodes:
+            values_of(reply)["shares"] = [wrong(share) for share in values_of(reply)["shares"]]
+
+    return change
+
+
+@pytest.mark.parametrize("lost", [{}, {5: "collect_masked_vectors", 20: "unmask"}])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_shares_of_one_client_are_not_used(wrong, lost):
+    """Each client has 11 shares of which 6 reveal a secret, so that one that disagrees with the others is found."""
+    result = secure_mean(lost, change=sends_wrong_shares(7, wrong=WRONG[wrong]))
+    assert result.unused_shares == {7: "it sent wrong shares"} | ({20: "no reply in time"} if lost else {})
+    assert 7 in result.nodes
+    assert np.array_equal(result.delta, quantized_mean(result.nodes))
+
+
+def test_wrong_shares_of_all_end_the_round():
+    change = sends_wrong_shares(*range(2, 12), wrong=WRONG["reversed"])
+    with pytest.raises(TooFewParticipants, match="received wrong shares of the secret of node .*: the shares do not"):
         secure_mean(change=change, clients=10)
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_shares_that_a_neighbor_cannot_read_are_missing(number):
+    """Node 7 sends garbage to some of its 10 neighbors. With its own, at least 6 shares of its secret are left."""
+
+    def change(phase, node, reply):
+        if (phase, node) == ("share_keys", 7):
+            texts = values_of(reply)["ctxts"]
+            values_of(reply)["ctxts"] = [b"x" * 612] * number + texts[number:]
+
+    result = secure_mean(change=change)
+    assert result.dropped == {}
+    assert result.unused_shares == {7: "its neighbors could not read its shares"}
+    assert np.array_equal(result.delta, quantized_mean(range(2, 22)))
+    number = 6
+    with pytest.raises(TooFewParticipants, match=r"needed \(its neighbors could not read its shares\)"):
+        secure_mean(change=change)
 
 
 def test_secrets_are_deleted_after_the_last_phase():

@@ -106,6 +106,7 @@ ONE = np.arange(4, dtype=np.float32)
         (npy(ONE)[:-1], r"array w has 15 bytes, but 16 by its shape \(4,\)"),
         (npy(ONE) + b"x", r"array w has 17 bytes, but 16 by its shape \(4,\)"),
         (npy(ONE, shape=(10**12,)), "array w has 16 bytes, but 4000000000000 by its shape"),
+        (npy(ONE[:0], shape=(0, 10**30)), r"array w has float32 of shape \(0, 10+\) instead of numbers"),
         (npy(ONE, shape=(-2, -2)), r"array w has float32 of shape \(-2, -2\) instead of numbers"),
         (npy(ONE, descr="|O"), "array w has object"),
         (npy(ONE, descr="<c8"), "array w has complex64"),

@@ -127,6 +127,25 @@ def test_a_client_lost_in_any_stage_costs_itself(tmp_path, stage, used):
     within(state.models["global"].layers, expected.models["global"].layers, 2 * 8 / 2**22)
 
 
+def test_shares_that_are_not_used_are_reported(tmp_path, caplog):
+    federation = Federation(tmp_path, *SMALL, *SECURE)
+    exchange, node = Watched(federation), federation.components.federation.nodes[1]
+    send = exchange.send_and_receive
+
+    def damaged(messages, **options):
+        for message, reply in send(messages, **options):
+            values = reply.content.config_records[client_side.SECAGG_CONFIG_KEY]
+            if "shares" in values and message.metadata.dst_node_id == node:
+                values["shares"] = [share[:-1] for share in values["shares"]]
+            yield message, reply
+
+    exchange.send_and_receive = damaged
+    _, report = one_round(federation, exchange)
+    assert [row.client for row in report.clients] == [0, 1, 2, 3]
+    assert "round 1: the shares of client 1 are not used: it sent a malformed share" in caplog.text
+    assert report.features["secure_aggregation"]["phases"]["unmask"]["invalid"] == 1
+
+
 def test_too_few_to_take_the_masks_away_is_said(tmp_path):
     federation = Federation(tmp_path, *SMALL, *SECURE)
     nodes = federation.components.federation.nodes
