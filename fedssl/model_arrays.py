@@ -124,14 +124,15 @@ def exchanged_names(method: SSLMethod) -> list[str]:
 
 
 def load_and_start_round(method: SSLMethod, layers: Layers) -> Layers:
-    """Load layers, prepare the method for a client's local training, and return the layers."""
+    """Load layers, prepare the method for a client's local training, and return the layers with which it starts."""
     load_layers(method, layers)
     local = set(local_names(method))
     first = not layers.keys() >= local
     method.start_round(first=first)
     if first:  # the method initializes them
         method.moved_out.difference_update(local)
-    return layers
+    changed = method.names_changed_at_start
+    return layers | copy_layers(method, changed) if changed else layers
 
 
 def load_layers(method: SSLMethod, layers: Layers) -> None:

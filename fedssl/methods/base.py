@@ -70,6 +70,7 @@ class SSLMethod(nn.Module):
     static_parts: tuple[str, ...] = ()
     frozen: int = 0  # number of encoder stages that are frozen in the current phase, see `fedssl.schedule.stages`
     inactive_names: frozenset[str] = frozenset()  # layers that are not used in the current phase
+    names_changed_at_start: tuple[str, ...] = ()  # exchanged layers that `start_round` changes
     # State of the target networks at the start of a round, see `fedssl.methods.momentum.EMATargetMethod`: "persist",
     # "reset" or "average"; None if the method has no target networks.
     target_init: str | None = None

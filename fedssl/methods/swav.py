@@ -92,6 +92,7 @@ class SwAV(ProjectorMethod):
     and 6).
     """
 
+    names_changed_at_start = ("prototypes.weight",)
     accepted_views = AcceptedViews(min_global=2, max_global=2, local=True, augmentation="multi_crop")
     failure_modes = (
         FailureMode(

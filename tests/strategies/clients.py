@@ -38,6 +38,12 @@ def make_plan(round, layers):
     return TrainPlan(round=round, layers=layers, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="")
 
 
+def start_of(plan, name):
+    """A layer of a plan in float64 as training starts: SwAV's prototypes have length 1, unlike their mean."""
+    layer = plan.layers[name].astype(np.float64)
+    return layer / np.linalg.norm(layer, axis=1, keepdims=True) if name == "prototypes.weight" else layer
+
+
 def some_layers(method, seed):
     """Layers of the shapes of the method's travelling ones, all numbers different from seed to seed."""
     random = np.random.default_rng(seed)

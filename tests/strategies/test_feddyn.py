@@ -16,6 +16,7 @@ from strategies.weighted_sum import WeightedSum
 from tests.federation import Federation
 from tests.server_app.small import Small
 from tests.states import load_tensors
+from tests.strategies.clients import start_of
 
 PLAIN = ["optimizer.momentum=0", "optimizer.weight_decay=0"]
 
@@ -38,10 +39,12 @@ def test_the_gradient_of_a_linear_term_is_its_slope():
         assert method.encoder.weight.grad.tolist() == slope.get("encoder.weight", np.zeros(3)).tolist()
 
 
-def test_rounds_equal_a_slow_transcription(tmp_path):
+@pytest.mark.parametrize("method", ["simclr", "swav"])
+def test_rounds_equal_a_slow_transcription(tmp_path, method):
     """Algorithm 1 in float64 on what clients sent, with h of the paper instead of H = -h / alpha."""
     alpha = 0.5
-    federation = Federation(tmp_path, "strategy=feddyn", f"strategy.alpha={alpha}", "clients_per_round=2")
+    options = ["strategy=feddyn", f"strategy.alpha={alpha}", "clients_per_round=2", f"method={method}"]
+    federation = Federation(tmp_path, *options)
     names = federation.method.trainable
     h = dict.fromkeys(names, 0.0)
     g = [dict(h) for _ in range(3)]
@@ -49,15 +52,15 @@ def test_rounds_equal_a_slow_transcription(tmp_path):
         sent = len(federation.updates)
         federation.run(1)
         clients = [row.client for row in federation.report.clients]
-        start = TrainPlan.from_content(federation.plans[sent]).layers
+        plan = TrainPlan.from_content(federation.plans[sent])
         models = [ClientUpdate.from_content(update, 0).layers for update in federation.updates[sent:]]
         for name in names:
-            moves = [model[name].astype(np.float64) - start[name] for model in models]
+            moves = [model[name].astype(np.float64) - plan.layers[name] for model in models]
             h[name] = h[name] - alpha * sum(moves) / 3
             new = sum(model[name].astype(np.float64) for model in models) / 2 - h[name] / alpha
             np.testing.assert_allclose(federation.layers[name], new, rtol=1e-4, atol=1e-5)
-            for client, move in zip(clients, moves, strict=True):
-                g[client][name] = g[client][name] - alpha * move
+            for client, model in zip(clients, models, strict=True):
+                g[client][name] = g[client][name] - alpha * (model[name] - start_of(plan, name))
         for client in clients:
             for name, value in gradient(tmp_path, client, before=round + 1).items():
                 np.testing.assert_allclose(value, g[client][name], rtol=1e-4, atol=1e-6)

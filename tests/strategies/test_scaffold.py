@@ -14,6 +14,7 @@ from strategies.scaffold import OWN, Scaffold, control_change
 from strategies.types import AggregatedModel, GlobalModel
 from tests.federation import Federation
 from tests.states import load_tensors
+from tests.strategies.clients import start_of
 
 SCAFFOLD = ["strategy=scaffold", "optimizer.momentum=0", "optimizer.weight_decay=0"]
 
@@ -49,9 +50,12 @@ def test_the_norm_of_steps_is_the_way_of_torch(momentum, nesterov):
     assert norm == pytest.approx({(0.0, False): 3, (0.5, False): 4.25}.get((momentum, nesterov), norm))
 
 
-def test_three_rounds_equal_a_slow_transcription(tmp_path):
+@pytest.mark.parametrize("method", ["simclr", "swav"])
+def test_three_rounds_equal_a_slow_transcription(tmp_path, method):
     """Algorithm 1 in float64 on what the clients sent: c is the mean of all c_i, and c_i the mean gradient."""
-    federation = Federation(tmp_path, *SCAFFOLD, "clients_per_round=2", "local_epochs=2")
+    options = [f"method={method}", "clients_per_round=2", "local_epochs=2"]
+    options += ["method.queue_size=8", "method.queue_start_round=2"] if method == "swav" else []
+    federation = Federation(tmp_path, *SCAFFOLD, *options)
     names = federation.method.trainable
     c = dict.fromkeys(names, 0.0)
     c_i = [dict(c) for _ in range(3)]
@@ -66,7 +70,7 @@ def test_three_rounds_equal_a_slow_transcription(tmp_path):
             for name in names:
                 np.testing.assert_allclose(plan.strategy_arrays.get(name, 0), c[name], rtol=1e-5, atol=1e-6)
             # 20 images in batches of at most 64 are 1 step per epoch: K = 2, and the rate is 0.03.
-            step = {name: plan.layers[name].astype(np.float64) - update.layers[name] for name in names}
+            step = {name: start_of(plan, name) - update.layers[name] for name in names}
             change = {name: step[name] / (2 * 0.03) - c[name] for name in names}
             c_i[client] = {name: c_i[client][name] + change[name] for name in names}
             changes.append(change)
