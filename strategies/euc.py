@@ -214,6 +214,11 @@ class EUCServer(ServerStrategy):
                 "strategy=euc compares the clients of a round but "
                 f"clients_per_round={settings.clients_per_round}; 2 or more are needed"
             )
+        if self.interval > 1 and settings.calibration is not None:
+            return (
+                "calibration=auxiliary trains all layers on the server, but with strategy=euc clients keep some and "
+                "never receive its changes of these; set calibration=none, or strategy.interval=1"
+            )
         return None
 
     def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:

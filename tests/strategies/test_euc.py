@@ -317,6 +317,19 @@ def test_settings_are_refused_with_the_reason():
     check_rules([EUC().problem], run_context(Toy(), num_clients=10, clients_per_round=2))
 
 
+@pytest.mark.parametrize("schedule", ["end_to_end", "layer_wise"])
+def test_changes_of_a_calibration_would_be_lost(tmp_path, schedule):
+    run = ["strategy=euc", f"schedule={schedule}", "rounds=4", "calibration=auxiliary"]
+    with pytest.raises(InputError, match="^calibration=auxiliary trains all layers .* or strategy.interval=1$"):
+        Federation(tmp_path, *run)
+    federation = Federation(tmp_path, *run, "strategy.interval=1", "num_clients=2")
+    federation.run(1)
+    sent = federation.layers
+    federation.run(1)
+    received = TrainPlan.from_content(federation.plans[-1]).layers
+    assert all(np.array_equal(array, sent[name]) for name, array in received.items())
+
+
 @pytest.mark.parametrize("setting", ["aggregation.buffered=true", "privacy=central", "secure_aggregation=secagg_plus"])
 def test_what_needs_the_whole_model_is_refused_before_the_start(tmp_path, setting):
     with pytest.raises(InputError, match=f"^{setting} needs clients that all send and receive the whole model"):
