@@ -224,8 +224,16 @@ class FlowerRule(FedAvg):
     def _aggregate_metrics(self, contents: list[RecordDict]) -> MetricRecord:
         """Return the metrics of Flower's function, if all replies have the same ones and the weight."""
         records = [list(content.metric_records.values()) for content in contents]
-        names = {frozenset(record[0]) if len(record) == 1 else frozenset() for record in records}
-        if len(names) == 1 and self.weighted_by_key in names.pop():
+        forms = {_form(record[0]) if len(record) == 1 else frozenset() for record in records}
+        if len(forms) == 1 and (self.weighted_by_key, None) in forms.pop():
             return self.train_metrics_aggr_fn(contents, self.weighted_by_key)
-        log.warning("metrics are not aggregated: each reply needs one MetricRecord with %s", self.weighted_by_key)
+        log.warning(
+            "metrics are not aggregated: each reply needs one MetricRecord with %s and the same metrics as all others",
+            self.weighted_by_key,
+        )
         return MetricRecord()
+
+
+def _form(record: MetricRecord) -> frozenset[tuple[str, int | None]]:
+    """Return the names of metrics, with the lengths of those that are lists."""
+    return frozenset((name, len(value) if isinstance(value, list) else None) for name, value in record.items())

@@ -16,6 +16,8 @@ from strategies.flower.task import REPLY
 if TYPE_CHECKING:
     from strategies.flower.base import FlowerRule
 
+MAX_WEIGHT = 2.0**53  # sums of larger weights may be infinite
+
 
 class SetupError(InputError):
     """Error in the app or in an argument of the strategy, which every round would repeat."""
@@ -57,8 +59,8 @@ def read_reply(message: Message, *, rule: "FlowerRule", names: Collection[str], 
         raise SetupError(f"{type(rule).__name__} needs ClientApp(mods=[client_mod]), `client_mod` of strategies.flower")
     metrics = {key: value for record in content.metric_records.values() for key, value in record.items()}
     weight = _metric(metrics, rule, "weighted_by_key", NUM_EXAMPLES)
-    if weight is not None and weight <= 0:
-        raise InputError(f"{rule.weighted_by_key}={weight:g} is not positive")
+    if weight is not None and (weight <= 0 or weight >= MAX_WEIGHT):
+        raise InputError(f"{rule.weighted_by_key}={weight:g} is not between 0 and {MAX_WEIGHT:g}")
     loss = _metric(metrics, rule, "loss_key", TRAIN_LOSS)
     # A weight of Flower may be a fraction, which the sum supports.
     update = ClientUpdate(layers=layers, partition_id=0, num_examples=weight, train_loss=loss)  # type: ignore[arg-type]

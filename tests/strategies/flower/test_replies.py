@@ -34,7 +34,8 @@ BAD = {
     "NaN": (reply(ONE | {"b.weight": np.array([1, np.nan], np.float32)}), "layer b.weight has NaN"),
     "overflow": (reply(ONE | {"b.weight": np.array([1, 1e300])}), "layer b.weight has NaN"),
     "no arrays": (RecordDict({"metrics": MetricRecord({"num-examples": 1})}), "it has 0 ArrayRecords; reply with one"),
-    "empty": (reply(ONE, **{"num-examples": 0}), "num-examples=0 is not positive"),
+    "empty": (reply(ONE, **{"num-examples": 0}), "num-examples=0 is not between 0 and 9.0072e+15"),
+    "countless": (reply(ONE, **{"num-examples": 1e308}), "num-examples=1e+308 is not between 0 and 9.0072e+15"),
     "text": (reply({n: np.array(["x", "y"]) for n in START}), "instead of numbers; use arrays of integers"),
 }
 
@@ -47,6 +48,18 @@ def test_a_bad_reply_is_dropped_and_logged_and_others_count(caplog, name):
     assert all(np.allclose(result[layer], array) for layer, array in START.items())
     assert "1 of 2 replies can be used" in caplog.text
     assert f"reply of node 2 is not used: {reason}" in caplog.text or reason in caplog.text
+
+
+@pytest.mark.parametrize("loss", [[1.0, 2.0], [1.0] * 9])
+def test_metrics_that_differ_from_those_of_others_are_left_out(caplog, loss):
+    def train(client, round, layers, config):
+        return reply(ONE, accuracy=0.5 if client else loss)
+
+    with caplog.at_level(logging.INFO, logger="flwr"):
+        result, outcome = run(MDAWA(), app_of(train), START)
+    assert np.allclose(result["b.weight"], [13, 1], rtol=0.1)
+    assert outcome.train_metrics_clientapp == {1: {}}
+    assert "metrics are not aggregated: each reply needs one MetricRecord with num-examples and the same" in caplog.text
 
 
 def test_the_arrays_stay_if_no_reply_can_be_used(caplog):
