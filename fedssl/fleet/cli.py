@@ -38,7 +38,7 @@ from fedssl.fleet.kit import make_kit, new_private_key, public_key, read_public_
 from fedssl.fleet.watch import FleetView, MetricsServer, Row, Thresholds, as_cell, as_table, as_text, make_view
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import FLEET_FILE, is_locked
-from fedssl.safe_io import read_text, read_yaml
+from fedssl.safe_io import corrupt_file_error, read_text, read_yaml
 from fedssl.text_table import align
 from fedssl.wire.device import COMPARED_PACKAGES, check_device_name
 
@@ -143,9 +143,7 @@ def _columns(options: argparse.Namespace) -> list[str]:
 
 def show(options: argparse.Namespace) -> str:
     """Return everything that is recorded of one device."""
-    row = next((row for row in _rows(options, options.run) if row["name"] == options.name), None)
-    if row is None:
-        raise InputError(f"no device {options.name} is registered; `fedssl-fleet list` shows all")
+    row = _device(options.name, _rows(options, options.run))
     return json.dumps(row, indent=2) if options.json else align([(key, as_cell(row[key])) for key in row], left=2)
 
 
@@ -197,23 +195,26 @@ def read_reports(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[int, str
 
     Raise an `InputError` for a folder of another run.
     """
-    text = read_text(folder / FLEET_FILE)
-    numbers = read_yaml(folder / "devices.json", dict)
+    file = folder / FLEET_FILE
+    text, numbers = read_text(file), read_yaml(folder / "devices.json", dict)
     if text is None or numbers is None:
         raise InputError(f"{folder} is not the run folder of a fleet; it has no {FLEET_FILE} and devices.json")
-    content = json.loads(text)
-    rounds = Counter(row["client"] for row in read_jsonl(folder / "clients.jsonl"))
-    errors: dict[int, str] = {}
-    for line in read_jsonl(folder / "metrics.jsonl"):
-        errors |= {int(client): f"round {line['round']}: {reason}" for client, reason in line["dropped"].items()}
+    rounds = Counter(row["client"] for row in read_jsonl(folder / "clients.jsonl", required=["client"]))
+    errors: dict[str, str] = {}
+    for line in read_jsonl(folder / "metrics.jsonl", required=["dropped"]):
+        errors |= {client: f"round {line['round']}: {reason}" for client, reason in line["dropped"].items()}
     activities: dict[int, str] = {}
-    for activity in ("late", "training") if is_locked(folder) else ():
-        activities |= dict.fromkeys(content.get(activity, []), activity)
     reports = {}
-    for name, device in content["devices"].items():
-        number = numbers.get(name)
-        reports[name] = _report(device, rounds=rounds[number], last_error=errors.get(number, ""))
-    return reports, activities, {int(node): reason for node, reason in content.get("rejected", {}).items()}
+    try:
+        content = json.loads(text)
+        for activity in ("late", "training") if is_locked(folder) else ():
+            activities |= dict.fromkeys(content.get(activity, []), activity)
+        for name, device in content["devices"].items():
+            number = numbers.get(name)
+            reports[name] = _report(device, rounds=rounds[number], last_error=errors.get(str(number), ""))
+        return reports, activities, {int(node): reason for node, reason in content.get("rejected", {}).items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise corrupt_file_error(file, "it is not JSON that a run writes") from error
 
 
 def _report(device: Mapping[str, Any], *, rounds: int = 0, last_error: str = "") -> dict[str, Any]:

@@ -90,6 +90,9 @@ def test_a_device_joins_with_a_kit_and_leaves(running, call, tmp_path, monkeypat
     assert json.loads(call(cli, "list", "--json")[1]) == []
     status, text = call(cli, "remove", "garden")
     assert (status, "no device garden registered" in text) == (2, True)
+    assert call(cli, "show", "garden")[1].endswith(
+        "no device garden registered; give a name or node ID of `fedssl-fleet list`\n"
+    )
 
     (tmp_path / "roof.pub").write_text("the key of another roof")
     assert call(cli, "invite", "roof", "barn", "--server", server, "--with-key")[0] == 0
@@ -177,6 +180,25 @@ def test_a_report_joins_the_files_of_a_run(tmp_path):
         assert cli.read_reports(tmp_path)[1] == {5: "late"}
     with pytest.raises(InputError, match="is not the run folder of a fleet"):
         cli.read_reports(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        *(("fleet.json", text, "it is not JSON that a run writes") for text in ("", '{"devices"', "[]", "{}", "7")),
+        ("fleet.json", '{"devices": {"garden": 1}}', "it is not JSON that a run writes"),
+        ("fleet.json", '{"devices": {}, "rejected": {"x": ""}}', "it is not JSON that a run writes"),
+        ("metrics.jsonl", '{"round": 1}\n', "line 1 has no dropped"),
+        ("clients.jsonl", '{"round": 1}\n', "line 1 has no client"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_one_sentence(name, content, problem, tmp_path):
+    for file, text in {"devices.json": "{}", "fleet.json": '{"devices": {}}', name: content}.items():
+        (tmp_path / file).write_text(text)
+    with pytest.raises(
+        InputError, match=rf"{re.escape(name)} cannot be used \({problem}\); restore it from a copy, or"
+    ):
+        cli.read_reports(tmp_path)
 
 
 def test_no_kit_has_an_impossible_server_or_private_key(operator, keys, tmp_path, monkeypatch):
