@@ -3,7 +3,7 @@
 import datetime
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -50,7 +50,7 @@ class FleetView:
 
 def make_view(devices: Sequence[Row], run: Path | None, thresholds: Thresholds, now: datetime.datetime) -> FleetView:
     """Return the view of devices and of the run folder that they train for."""
-    lines = [] if run is None else read_jsonl(run / "metrics.jsonl")
+    lines = [] if run is None else read_jsonl(run / "metrics.jsonl", required=["bytes_up", "bytes_down"])
     sent = {direction: sum(line[f"bytes_{direction}"] for line in lines) for direction in ("up", "down")}
     return FleetView(
         time=now,
@@ -137,43 +137,34 @@ def as_metrics(view: FleetView) -> str:
     return "\n".join(lines) + "\n"
 
 
-class MetricsServer:
+class MetricsServer(ThreadingHTTPServer):
     """Server of the metrics of the latest view at http://127.0.0.1/metrics."""
 
+    view: FleetView | None = None
+
     def __init__(self, port: int) -> None:
-        self.view: FleetView | None = None
         try:
-            self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(lambda: self.view))
+            super().__init__(("127.0.0.1", port), _Handler)
         except OSError as error:
             raise InputError(f"--port={port} cannot be used ({error.strerror}); choose another port") from error
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    @property
-    def port(self) -> int:
-        return int(self._server.server_address[1])
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
 
 
-def _handler(view: Callable[[], FleetView | None]) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            """Send the metrics."""
-            latest = view()
-            if latest is None or self.path != "/metrics":
-                self.send_error(503 if latest is None else 404)
-                return
-            content = as_metrics(latest).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+class _Handler(BaseHTTPRequestHandler):
+    server: MetricsServer
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Log nothing."""
+    def do_GET(self) -> None:
+        """Send the metrics."""
+        latest = self.server.view
+        if latest is None or self.path != "/metrics":
+            self.send_error(503 if latest is None else 404)
+            return
+        content = as_metrics(latest).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
-    return Handler
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing."""

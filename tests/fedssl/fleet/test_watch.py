@@ -92,15 +92,16 @@ def test_metrics_are_served_on_loopback(run):
     server = MetricsServer(0)
     try:
         with pytest.raises(urllib.error.HTTPError, match="503"):
-            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics")
+            urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics")
         server.view = view(run, max_hours=9)
-        metrics = urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics").read().decode()
+        metrics = urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics").read().decode()
         with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/other")
-        with pytest.raises(InputError, match=f"--port={server.port} cannot be used"):
-            MetricsServer(server.port)
+            urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/other")
+        with pytest.raises(InputError, match=f"--port={server.server_port} cannot be used"):
+            MetricsServer(server.server_port)
     finally:
-        server.close()
+        server.shutdown()
+        server.server_close()
     assert metrics == as_metrics(server.view)
     assert 'fedssl_device_online{name="garden",node="5"} 1\n' in metrics
     assert 'fedssl_device_online{name="shed",node="7"} 0\n' in metrics
