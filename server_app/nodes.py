@@ -157,9 +157,16 @@ class ClientManager:
                 time.sleep(0.2)
 
     def _add_new_nodes(self, available: Sequence[int]) -> None:
+        known_info, rejected = self.clients.info, dict(self.clients.rejected)
+        # A restarted device without a key is another node, whose name is free when its earlier session has ended.
+        ended = {known_info[node].name for node in self._available.difference(available) if node in known_info}
+        for node in rejected.keys() & known_info.keys():
+            if known_info[node].name in ended:
+                del rejected[node]
         if time.monotonic() > self._retry_at:
             self._retry_at = time.monotonic() + REJECTED_INTERVAL
-            self.clients = replace(self.clients, rejected={})
+            rejected = {}
+        self.clients = replace(self.clients, rejected=rejected)
         known = {*self.clients.nodes.values(), *self.clients.rejected} & self._available
         self._available = set(available)
         new = [node for node in available if node not in known]
@@ -244,7 +251,10 @@ def add_devices(
                 f"has the name {device.name}, under which the key of node {owners[device.name]} is registered"
             )
         elif num_named[device.name] > 1 and node not in names:
-            rejected[node] = f"has client-name={device.name} like another node; set a different one in each"
+            rejected[node] = (
+                f"has client-name={device.name} like another node; set a different one in each, or, if it was "
+                "restarted, wait a minute until its old session ends"
+            )
         elif partitions[device.partition] > 1 and device.partition is not None:
             rejected[node] = f"has partition-id={device.partition} like another node; set a different one in each"
         elif reason := device.problem or incompatibility(device.versions):

@@ -218,6 +218,18 @@ def test_a_device_that_returns_is_asked_again(rejected, caplog, monkeypatch):
     assert not manager.clients.rejected
 
 
+def test_a_restarted_device_without_a_key_returns_after_its_old_session(monkeypatch):
+    """Node 3 is the new session of node 2, which is online until its heartbeats are missed."""
+    grid = answering(*({"node-info": ConfigRecord({"name": name})} for name in "aaa"))
+    monkeypatch.setattr(grid, "get_node_ids", lambda: [2])
+    manager = nodes.ClientManager(grid, discover_clients(grid, 1, timeout=60), timeout=60)
+    monkeypatch.setattr(grid, "get_node_ids", lambda: [2, 3])
+    assert manager.wait_for(1).nodes == {0: 2}
+    assert "or, if it was restarted, wait a minute until its old session ends" in manager.clients.rejected[3]
+    monkeypatch.setattr(grid, "get_node_ids", lambda: [3])
+    assert manager.wait_for(1).nodes == {0: 3}
+
+
 def answering(*records):
     """A grid whose nodes answer the query who they are with these records."""
     app, waiting = ClientApp(), list(records)
