@@ -6,7 +6,7 @@ or sweep other values, such as a strategy with its own parameter. Swept values o
 ``hydra.sweeper.params``, where Hydra's sweeper reads them too; overrides on the command line replace them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -25,7 +25,7 @@ def with_experiment_values(overrides: Sequence[str]) -> list[str]:
     """Add the values that the experiment sweeps, apart from keys and groups with an override."""
     params = hydra_value(overrides, "sweeper.params") if _chosen(overrides) else None
     swept = literal_values([f"{key}={value}" for key, value in (params or {}).items()], sweep=True)
-    return [*_not_in(swept, overrides), *overrides]
+    return [*not_in(swept, overrides), *overrides]
 
 
 def expand_axes(overrides: Sequence[str], options: Mapping[str, Any]) -> list[list[str]]:
@@ -63,7 +63,7 @@ def _with_value(overrides: Sequence[str], name: str, text: str) -> list[str]:
     own = literal_values(split_words(f"sweep.axes.{name}", text), sweep=True)
     if not own or any("=" not in override for override in own):
         raise InputError(f"sweep.axes.{name} has {text!r}, which is not KEY=VALUE ...; correct it")
-    combined = [*_not_in(overrides, own), *own]
+    combined = [*not_in(overrides, own), *own]
     try:
         validate_names(combined)
     except InputError as error:
@@ -71,10 +71,10 @@ def _with_value(overrides: Sequence[str], name: str, text: str) -> list[str]:
     return combined
 
 
-def _not_in(overrides: Sequence[str], others: Sequence[str]) -> list[str]:
+def not_in(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
     """Return the overrides whose key and group no other one sets: a choice replaces the settings of its group."""
     exact = {override.partition("=")[0].lstrip("+") for override in others}
-    return [override for override in overrides if not key_and_group(override) & exact]
+    return [override for override in overrides if not key_and_group(override.lstrip("+")) & exact]
 
 
 def _chosen(overrides: Sequence[str]) -> list[str]:

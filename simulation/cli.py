@@ -6,33 +6,37 @@ The command line has Hydra's syntax. Exit status: 0 if all runs finished, 1 if a
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from fedssl.command_line import run_command
 from fedssl.config.compose import compose_unresolved, validate_names
 from fedssl.config.hydra_internals import run_main, split_arguments
-from fedssl.config.literal import literal_values
+from fedssl.config.literal import literal_values, user_path
 from fedssl.config.load import compose
 from fedssl.config.overrides import CONF, by_key, check_single, check_sweep, config_groups, parse, quote_value
 from fedssl.config.targets import SEARCHPATH_KEY, expand_config_dir_flag, search_folders
 from fedssl.errors import InputError, RunError
-from fedssl.runs.run import run_folders
+from fedssl.runs.run import read_run, run_folders
 from simulation.axes import axes_of
 from simulation.parallel_jobs import parallel_tasks, run_in_parallel
 from simulation.pruning import check_metric, pruning_of, successive_halving
 from simulation.run import run
 from simulation.sweep import (
     FOLDER_KEY,
+    STATE_FILE,
+    Job,
     JobWave,
-    check_job_folders,
     finish_sweep,
     folder_to_resume,
     needs_hydra,
     new_sweep_folder,
     plan_jobs,
     remove_incomplete,
-    run_hydra_job,
+    run_job,
     run_jobs,
     split_options,
     split_plan,
@@ -87,6 +91,8 @@ def _run_single(overrides: Sequence[str]) -> None:
     for override in parse(overrides):
         if override.key_or_group in ("hydra.run.dir", "hydra.sweep.dir"):
             raise InputError(f"{override.input_line} is for sweeps; set output_dir=FOLDER for a single run")
+        if override.key_or_group == "resume" and (user_path(str(override.value())) / STATE_FILE).exists():
+            raise InputError(f"{override.input_line} is the folder of a sweep; add -m")
     try:
         run(overrides)
     except BrokenPipeError as error:  # the run did not finish
@@ -152,7 +158,12 @@ def _run_hydra_sweep(flags: Sequence[str], overrides: Sequence[str]) -> int:
         raise InputError(
             f"sweep.{min(unused)} has no effect here; Hydra itself runs the jobs of this sweep: use its settings"
         )
-    check_job_folders(overrides)
+    for override in parse(overrides):
+        if override.key_or_group == "hydra.sweep.subdir" and "${" not in str(override.value()):
+            raise InputError(
+                f"{override.input_line} is the same folder for all jobs; use an interpolation, e.g. "
+                "'hydra.sweep.subdir=${hydra.job.num}', or leave it out"
+            )
     if folder_to_resume(overrides) is not None:
         raise InputError("a sweep of Hydra's sweepers and launchers cannot be resumed; leave out resume or these")
     if axes_of(overrides, options):
@@ -170,12 +181,27 @@ def _run_hydra_sweep(flags: Sequence[str], overrides: Sequence[str]) -> int:
     sys.argv[1:] = [*flags, *overrides, f"{FOLDER_KEY}={quote_value(str(folder))}"]
 
     def job(hydra_settings: DictConfig) -> float | None:
-        return run_hydra_job(run, metric=metric)
+        return _run_hydra_job(metric)
 
     with sweep_lock(folder):
         run_main(job, CONF)
         jobs = run_folders(folder)
         return finish_sweep(folder, jobs, metric=metric) if jobs else 0  # a flag such as --info
+
+
+def _run_hydra_job(metric: str | None) -> float | None:
+    """Run the job that Hydra has started, and return its metric; None without one, or if the job failed."""
+    hydra_config = HydraConfig.get()
+    # Without resolution of interpolations, which refer to the settings of the job.
+    overrides: Any = OmegaConf.to_container(hydra_config.overrides, resolve=False)
+    searchpath = [override for override in overrides["hydra"] if override.startswith(f"{SEARCHPATH_KEY}=")]
+    job = Job(Path(hydra_config.runtime.output_dir).resolve(), (*searchpath, *overrides["task"]))
+    print(f"\n{job.name} {' '.join(job.overrides)}", flush=True)
+    reason = run_job(job, run)
+    if reason is not None:
+        print(f"{job.name} failed: {reason}", flush=True)
+    finished = read_run(job.folder)
+    return finished.metric(metric) if metric and finished.finished else None
 
 
 def _help_text(overrides: Sequence[str]) -> str:

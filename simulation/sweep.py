@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
 
 from fedssl.atomic_files import make_output_folder, saved_rounds, write_text
 from fedssl.config.compose import RESULT_KEYS, RESUMABLE_KEYS, hydra_value, validate_names
 from fedssl.config.literal import literal_values, user_path
-from fedssl.config.load import compose, load_settings
+from fedssl.config.load import IMAGES_FILE, compose, load_settings
 from fedssl.config.overrides import by_key, key_and_group, parse, quote_value, to_text
 from fedssl.config.saved_run import check_saved_overrides, points_outside
 from fedssl.config.settings import Settings
@@ -28,14 +26,14 @@ from fedssl.errors import InputError, RunError, sanitize
 from fedssl.report.accuracy_table import NOT_FINISHED, sweep_results
 from fedssl.runs.groups import OWN_KEYS
 from fedssl.runs.run import LOCK_FILE, acquire_lock, is_locked, read_run, read_summary, write_summary
-from fedssl.safe_io import checksum_line, corrupt_file_error, read_yaml
-from simulation.axes import OPTIONS, expand_axes, with_experiment_values
+from fedssl.safe_io import checksum_line, corrupt_file_error, read_text, read_yaml
+from simulation.axes import OPTIONS, expand_axes, not_in, with_experiment_values
 from simulation.sweep_progress import SweepProgress
 
 Runner = Callable[[Sequence[str]], object]  # runs or resumes a run with these overrides
 
 STATE_FILE = "sweep.yaml"
-FOLDER_KEY = "hydra.sweep.dir"
+FOLDER_KEY, PATH_KEY = "hydra.sweep.dir", "dataset.path"
 SAVED_OPTIONS = {"metric", "reduction_factor", "min_rounds", *OPTIONS}  # they decide which jobs there are, or end early
 
 
@@ -99,16 +97,6 @@ def new_sweep_folder(overrides: Sequence[str], *, create: bool = True) -> Path:
     if create:
         make_output_folder(folder, FOLDER_KEY)
     return folder
-
-
-def check_job_folders(overrides: Sequence[str]) -> None:
-    """Raise `InputError` if Hydra would give all jobs of a sweep the same folder."""
-    for override in parse(overrides):
-        if override.key_or_group == "hydra.sweep.subdir" and "${" not in str(override.value()):
-            raise InputError(
-                f"{override.input_line} is the same folder for all jobs; use an interpolation, e.g. "
-                "'hydra.sweep.subdir=${hydra.job.num}', or leave it out"
-            )
 
 
 def folder_to_resume(overrides: Sequence[str]) -> Path | None:
@@ -179,24 +167,25 @@ def plan_jobs(folder: Path, overrides: Sequence[str], options: Mapping[str, Any]
     """Return the jobs of a sweep, those of its earlier start first.
 
     New overrides replace earlier ones of the same key or group, and so do options. A job keeps its number if its
-    settings are the same, apart from `RESUMABLE_KEYS` that are not swept and change no result. Saved overrides are
-    validated as those of a run folder. Raises `InputError`, also if the folder of a new job exists.
+    settings are the same, apart from `RESUMABLE_KEYS` that are not swept and change no result, and the path of the same
+    images. Saved overrides are validated as those of a run folder. Raises `InputError`, also if the folder of a new job
+    exists.
     """
-    given = {key: override for key, override in by_key(with_experiment_values(overrides)).items() if key != FOLDER_KEY}
-
-    def inherited(saved: Iterable[str]) -> list[str]:
-        return [override for override in saved if given.keys().isdisjoint(key_and_group(override))]
-
+    given = by_key(with_experiment_values(overrides))
+    given.pop(FOLDER_KEY, None)
     earlier = _read_state(folder / STATE_FILE)
-    merged = [*inherited(earlier.overrides), *given.values()]
+    inherited = not_in(earlier.overrides, given.values())
+    merged = [*inherited, *given.values()]
     swept = {override.key_or_group for override in parse(merged) if override.is_sweep_override()}
-    kept = [override for override in inherited(earlier.overrides) if not key_and_group(override) & swept]
+    kept = [override for override in inherited if not key_and_group(override) & swept]
     check_saved_overrides(kept, folder / STATE_FILE)
     free = (RESUMABLE_KEYS - RESULT_KEYS - swept) | {SEARCHPATH_KEY}
+    if PATH_KEY in given.keys() - swept and _have_moved(earlier.jobs_in(folder), given[PATH_KEY]):
+        free |= {PATH_KEY}
     current = [override for override in given.values() if key_and_group(override) & free]
     jobs = {}
     for name, job in earlier.jobs.items():
-        kept = [override for override in job if by_key(current).keys().isdisjoint(key_and_group(override))]
+        kept = not_in(job, current)
         check_saved_overrides(kept, folder / STATE_FILE)
         jobs[name] = [*kept, *current]
     names = {_identity(job, free): name for name, job in jobs.items()}
@@ -206,13 +195,25 @@ def plan_jobs(folder: Path, overrides: Sequence[str], options: Mapping[str, Any]
     for job in expand_axes(merged, options):
         if _identity(job, free) in names:
             continue
-        check_saved_overrides(inherited(job), folder / STATE_FILE)
+        check_saved_overrides(not_in(job, given.values()), folder / STATE_FILE)
         name = names[_identity(job, free)] = str(len(jobs))
         jobs[name] = job
         if (folder / name).exists():
             raise InputError(f"{folder / name} exists but is no job of this sweep; set another {FOLDER_KEY} or move it")
     validate_names(merged)
     return SweepState(merged, jobs, options)
+
+
+def _have_moved(jobs: Iterable[Job], path: str) -> bool:
+    """Return whether the override ``path`` names the images of the jobs, by the digest of the first that has begun."""
+    for job in jobs:
+        saved = read_text(job.folder / IMAGES_FILE)
+        if saved is not None and path not in job.overrides:
+            from fedssl.datasets.base import load_federated  # slow import
+
+            origin = load_federated(load_settings([*not_in(job.overrides, [path]), path]).data).origin
+            return origin is not None and origin[0].describe_files() == saved.strip()
+    return False
 
 
 def _read_state(file: Path) -> SweepState:
@@ -291,7 +292,7 @@ def job_overrides(job: Job, *, until: int | None = None) -> list[str]:
     pause = [] if until is None else [f"pause_after={until}"]
     if not saved_rounds(job.folder / "checkpoints"):
         return [*job.overrides, *pause, f"output_dir={quote_value(str(job.folder))}"]
-    free = [override for override in job.overrides if key_and_group(override) & RESUMABLE_KEYS]
+    free = [override for override in job.overrides if key_and_group(override) & {*RESUMABLE_KEYS, PATH_KEY}]
     return [*free, *pause, f"resume={quote_value(str(job.folder))}"]
 
 
@@ -313,21 +314,6 @@ def run_jobs(batches: Iterable[JobWave], run: Runner, progress: SweepProgress) -
         for job in batch.jobs:
             print(f"\n{job.name} {' '.join(job.overrides)}", flush=True)
             progress.end(job.folder, run_job(job, run, until=batch.until), work=batch.work)
-
-
-def run_hydra_job(run: Runner, *, metric: str | None) -> float | None:
-    """Run the job that Hydra has started, and return its metric; None without one, or if the job failed."""
-    hydra_config = HydraConfig.get()
-    # Without resolution of interpolations, which refer to the settings of the job.
-    overrides: Any = OmegaConf.to_container(hydra_config.overrides, resolve=False)
-    searchpath = [override for override in overrides["hydra"] if override.startswith(f"{SEARCHPATH_KEY}=")]
-    job = Job(Path(hydra_config.runtime.output_dir).resolve(), (*searchpath, *overrides["task"]))
-    print(f"\n{job.name} {' '.join(job.overrides)}", flush=True)
-    reason = run_job(job, run)
-    if reason is not None:
-        print(f"{job.name} failed: {reason}", flush=True)
-    finished = read_run(job.folder)
-    return finished.metric(metric) if metric and finished.finished else None
 
 
 def finish_sweep(folder: Path, jobs: Sequence[Path], *, metric: str | None) -> int:

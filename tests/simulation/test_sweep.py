@@ -14,8 +14,10 @@ import yaml
 from fedssl.config.literal import literal_values
 from fedssl.config.load import compose
 from fedssl.config.targets import searchpath_override
+from fedssl.datasets.base import forget_images
 from fedssl.errors import InputError
 from fedssl.runs.run import acquire_lock, is_locked
+from simulation import cli
 from simulation.pruning import check_metric
 from simulation.run import run
 from simulation.sweep import (
@@ -33,7 +35,8 @@ from simulation.sweep import (
 )
 from simulation.sweep import plan_jobs as plan_state
 from simulation.sweep_progress import SweepProgress
-from tests.runs import read_summary
+from tests.devices import write_images
+from tests.runs import SMALL, UNTESTED, read_summary
 
 QUICK = ["num_clients=3", "rounds=2", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
 QUICK += ["evaluate_every=0", "final_evaluation=knn", "collapse_images=0", "measure_resources=false"]
@@ -208,6 +211,27 @@ class TestResume:
         assert read_summary(jobs[0].folder)["reason"] == "no images"
         assert waiting_jobs(jobs, retry=False) == jobs[1:]
 
+    def test_images_may_move_before_a_sweep_is_resumed(self, tmp_path, monkeypatch):
+        images, folder = write_images(tmp_path / "images", 24), tmp_path / "sweep"
+        words = [*SMALL, *UNTESTED, "dataset=folder", "dataset.size=8", "dataset.splits.test=null", "seed=0,1,2"]
+
+        def stop_in_the_second(overrides):
+            if "seed=1" not in overrides:
+                return run(overrides)
+            run([*overrides, "pause_after=1"])
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(cli, "run", stop_in_the_second)
+        with pytest.raises(KeyboardInterrupt):
+            cli._run_sweep([*words, f"dataset.path={images}", f"hydra.sweep.dir={folder}", "sweep.jobs=1"])
+        monkeypatch.setattr(cli, "run", run)
+        moved, other = images.rename(tmp_path / "moved"), write_images(tmp_path / "other", 24, seed=1)
+        forget_images()  # as a new process
+        assert cli._run_sweep([f"resume={folder}", f"dataset.path={moved}", "sweep.jobs=1"]) == 0
+        assert list(encoders(folder)) == ["0", "1", "2"]
+        (other / "00.png").rename(other / "other.png")
+        assert len(plan_state(folder, [f"dataset.path={other}"]).jobs) == 6  # other images are other jobs
+
 
 class TestHydra:
     """Sweeps by Hydra itself, with another sweeper or launcher."""
@@ -298,8 +322,6 @@ class TestParallelSweep:
 
 
 def test_a_sequential_sweep_stops_with_the_command_that_resumes_it(tmp_path, monkeypatch):
-    from simulation import cli
-
     monkeypatch.chdir(tmp_path)
 
     def stop(overrides):
@@ -311,6 +333,8 @@ def test_a_sequential_sweep_stops_with_the_command_that_resumes_it(tmp_path, mon
     assert yaml.safe_load((tmp_path / "a, b" / STATE_FILE).read_text())["jobs"].keys() == {"0", "1"}
     with pytest.raises(InputError, match="hydra.sweep.dir=b but resume=.* continues in its folder; leave out hydra"):
         cli._run_sweep(["resume='a, b'", "hydra.sweep.dir=b"])
+    with pytest.raises(InputError, match="resume='a, b' is the folder of a sweep; add -m"):
+        cli._run_single(["resume='a, b'"])
     monkeypatch.setattr(cli, "run", run)
     command = shlex.split(str(stopped.value).partition("continue with: ")[2])
     assert cli._run_sweep([*literal_values(command[2:], sweep=True), "sweep.jobs=1"]) == 0
