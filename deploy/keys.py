@@ -138,7 +138,9 @@ def _certificate(
 def _general_name(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
-    except ValueError:
+    except ValueError as error:
+        if name.rpartition(".")[2].isdecimal() or not re.fullmatch(r"(\*\.)?([A-Za-z0-9_-]+\.)*[A-Za-z0-9_-]+", name):
+            raise ValueError(f"{name} is neither a DNS name nor an IP address; leave out scheme and port") from error
         return x509.DNSName(name)
 
 

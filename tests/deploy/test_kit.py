@@ -70,6 +70,17 @@ def test_python_itself_trusts_the_certificate_strictly(made):
     ("gone", "arguments", "sentence"),
     [
         (None, ["--server", "other.org"], "server.crt has other names than other.org, localhost, 127.0.0.1"),
+        (
+            None,
+            ["--server", "https://fed.example.org"],
+            "https://fed.example.org is neither a DNS name nor an IP address",
+        ),
+        (
+            None,
+            ["--server", "fed.example.org:443"],
+            "fed.example.org:443 is neither a DNS name nor an IP address; leave",
+        ),
+        (None, ["--server", "203.0.113"], "203.0.113 is neither a DNS name nor an IP address"),
         (None, ["--nodes", "../x"], "node '../x' cannot name a file; use letters, digits"),
         ("ca.key", ["--nodes", "roof"], "ca.crt exists but"),
         ("nodes/garden.key", ["--nodes", "garden"], "garden.pub exists but"),
