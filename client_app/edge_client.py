@@ -233,7 +233,8 @@ def safe_error_message(error: Exception) -> str:
     """
     text = str(error)
     if not isinstance(error, RequestRefused) and (not isinstance(error, InputError) or re.search(r"[/\\~]", text)):
-        reason = f" ({os.strerror(error.errno)})" if isinstance(error, OSError) and error.errno else ""
+        cause = error.__cause__ if isinstance(error, InputError) else error
+        reason = f" ({os.strerror(cause.errno)})" if isinstance(cause, OSError) and cause.errno else ""
         text = f"{type(error).__name__}{reason}; see the log of the device"
     return sanitize_line(text)
 

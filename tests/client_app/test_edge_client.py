@@ -267,7 +267,10 @@ def test_who_a_device_is(tmp_path, monkeypatch):
 def test_what_is_told_of_an_error():
     full = OSError(errno.ENOSPC, "a text with /home/anna", "/home/anna")
     assert safe_error_message(full) == "OSError (No space left on device); see the log of the device"
-    assert safe_error_message(InputError("no /home/anna/images here")) == "InputError; see the log of the device"
+    no_cache = InputError("/home/anna/.pictures has no room")
+    assert safe_error_message(no_cache) == "InputError; see the log of the device"
+    no_cache.__cause__ = full
+    assert safe_error_message(no_cache) == "InputError (No space left on device); see the log of the device"
     assert safe_error_message(ValueError("secret")) == "ValueError; see the log of the device"
     refusal = RequestRefused("method=fedu/byol\x1b[2J\n" + "x" * 500)
     assert safe_error_message(refusal) == "method=fedu/byol [2J " + "x" * 279
