@@ -16,11 +16,13 @@ import datetime
 import os
 import shlex
 import socket
+import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedssl.atomic_files import atomic_write
 from fedssl.command_line import run_command
 from fedssl.config.literal import user_path
 from fedssl.errors import InputError, RequestRefused, sanitize
@@ -37,7 +39,7 @@ from fedssl.fleet.device_files import (
 )
 from fedssl.fleet.encoders import METRICS, NUM_IMAGES, encoder_quality, stored_encoders
 from fedssl.fleet.history import FILE, read_history
-from fedssl.fleet.kit import read_kit, readable_by_others
+from fedssl.fleet.kit import read_kit
 from fedssl.fleet.limits import read_limits
 from fedssl.fleet.proxy import VARIABLES as PROXY_VARIABLES
 from fedssl.text_table import align
@@ -161,7 +163,7 @@ def _copy_encoder(file: Path, target: Path) -> str:
 
         return run([f"encoder={file}", "format=onnx", f"output={target}"])
     try:
-        target.write_bytes(file.read_bytes())
+        atomic_write(target, lambda stream: stream.write(file.read_bytes()))
     except OSError as error:
         raise InputError(f"{target} cannot be written ({error.strerror}); choose another output=") from error
     export = f"fedssl-export {shlex.quote(f'encoder={target}')}"
@@ -222,9 +224,9 @@ def _check_text(name: str, path: Path) -> None:
 
 
 def _warn_of_readers(file: Path) -> None:
-    warning = readable_by_others(file)
-    if warning:
-        print(warning, file=sys.stderr)
+    if file.exists() and stat.S_IMODE(file.stat().st_mode) & 0o077:
+        remedy = f"run chmod 600 {shlex.quote(str(file))}"
+        print(f"warning: other users can read {file}, which has the private key; {remedy}", file=sys.stderr)
 
 
 def _folder(values: dict[str, str]) -> Path:

@@ -19,7 +19,7 @@ from fedssl.fleet.kit import (
     replace_key,
     write_private,
 )
-from fedssl.fleet.proxy import proxy_environment
+from fedssl.fleet.proxy import VARIABLES
 from fedssl.machine.memory import available_memory
 from fedssl.machine.process import available_cores
 from fedssl.safe_io import MAX_TEXT_BYTES, read_bytes, read_text
@@ -45,6 +45,12 @@ minutes: 30 # of training, per round
 
 def device_key(kit: Kit, folder: Path) -> bytes:
     """Return the private key in the folder, else that of the kit, else a new one; raises `InputError` if two differ."""
+    others = [file for file in folder.glob("*.pub") if file.name != f"{kit.name}.pub"]
+    if others:
+        raise InputError(
+            f"{folder} is of the device {others[0].stem}; give another folder= for {kit.name}, or, if that is its new "
+            f"name, remove {others[0]}"
+        )
     own = read_private_key(folder / KEY)
     if own is None:
         return kit.private_key or new_private_key()
@@ -75,7 +81,8 @@ def write_files(kit: Kit, folder: Path, *, key: bytes, images: Path, states: Pat
             "authority": folder / "ca.crt",
         }
         line = " ".join(f"{name}={_quote(str(value))}" for name, value in config.items())
-        _write_environment(folder / "node.env", {"SUPERLINK": kit.server, "NODE_CONFIG": line, **proxy_environment()})
+        proxies = {name: value for name, value in sorted(os.environ.items()) if name.lower() in VARIABLES and value}
+        _write_environment(folder / "node.env", {"SUPERLINK": kit.server, "NODE_CONFIG": line, **proxies})
     except OSError as error:
         raise InputError(f"{folder} cannot be written ({error.strerror}); choose another folder=") from error
 

@@ -9,10 +9,9 @@ import io
 import json
 import os
 import shlex
-import stat
 import zipfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -108,13 +107,6 @@ def read_public_key(file: Path) -> bytes:
     return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
-def readable_by_others(file: Path) -> str:
-    """Return a warning if other users can read a private key; empty if they cannot."""
-    if not file.exists() or not stat.S_IMODE(file.stat().st_mode) & 0o077:
-        return ""
-    return f"warning: other users can read {file}, which has the private key; run chmod 600 {shlex.quote(str(file))}"
-
-
 def write_private(file: Path, content: bytes) -> None:
     """Create a file that only its owner may read; an existing file is an error."""
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
@@ -147,7 +139,7 @@ def make_kit(name: str, server: str, *, certificate: Path, private_key: bytes | 
 
 def write_kit(kit: Kit, file: Path) -> None:
     """Write a kit to a new file, which only its owner may read; raises `InputError`."""
-    fields = {key: value for key, value in asdict(kit).items() if key in ("name", "server", "versions")}
+    fields = {"name": kit.name, "server": kit.server, "versions": dict(kit.versions)}
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         archive.writestr("kit.json", json.dumps(fields, indent=2) + "\n")

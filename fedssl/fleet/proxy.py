@@ -78,11 +78,6 @@ def exception_command(host: str) -> str:
     return f"export {_variable('no')}={shlex.quote(','.join(hosts))}"
 
 
-def proxy_environment() -> dict[str, str]:
-    """Return the variables of proxies."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.lower() in VARIABLES and value}
-
-
 def _variable(scheme: str) -> str:
     """Return the name of the variable of a scheme that counts."""
     lower = f"{scheme}_proxy"

@@ -70,6 +70,18 @@ def test_the_stated_command_replaces_an_unusable_key(setup, kit, folder, make, r
     assert device_key(kit, folder) == kit.private_key
 
 
+def test_a_folder_keeps_the_device_that_it_has(setup, kit, keys, device, images, folder, tmp_path):
+    setup()
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    write_kit(make_kit("roof", kit.server, certificate=keys / "ca.crt"), tmp_path / "roof.kit")
+    arguments = ("setup", tmp_path / "roof.kit", f"images={images}", f"folder={folder}")
+    status, text = device(*arguments)
+    assert (status, f"{folder} is of the device garden; give another folder= for roof, or, if" in text) == (2, True)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    (folder / "garden.pub").unlink()
+    assert device(*arguments)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("file", "content"), [("ca.crt", b"damaged"), ("ca.crt", None), ("device.json", b"{}"), ("node.env", b"X='")]
 )
