@@ -65,10 +65,6 @@ class ClientActor:
         self._task: SumTask | None = None
         self._sums: dict[int, Mergeable] = {}  # by block
 
-    def has_gpu(self) -> bool:
-        """Return whether torch finds a GPU."""
-        return is_gpu(select_device("auto"))
-
     def gpu_failure(self, *, compute: bool) -> str | None:
         """Return the GPU and its error; None if torch finds it and, with ``compute``, it works."""
         device = select_device("auto")

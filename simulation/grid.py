@@ -60,31 +60,29 @@ class SimulatedGrid(Grid):
         return Message(*args, **kwargs)
 
 
-def make_context(node: int, *, num_clients: int, store: StateStore = FILE_STORE) -> Context:
-    """Return the context of a node, whose client state is in ``store``."""
-    return Context(
-        run_id=RUN_ID,
-        node_id=node,
-        # Flower's type allows only values of a command line. The marker must not be one.
-        node_config={
-            "partition-id": node - SERVER_NODE - 1,
-            "num-partitions": num_clients,
-            MARKER_KEY: SimulationMarker(store),  # type: ignore[dict-item]
-        },
-        state=RecordDict(),
-        run_config={},
-    )
-
-
 class NodeContexts(dict[int, Context]):
-    """Contexts of nodes by id, created when a node is first used: a round needs those of its participants only."""
+    """Contexts of nodes by id, created when a node is first used: a round needs those of its participants only.
+
+    Client state is in ``store``.
+    """
 
     def __init__(self, *, num_clients: int, store: StateStore = FILE_STORE) -> None:
         super().__init__()
         self._num_clients, self._store = num_clients, store
 
     def __missing__(self, node: int) -> Context:
-        self[node] = context = make_context(node, num_clients=self._num_clients, store=self._store)
+        self[node] = context = Context(
+            run_id=RUN_ID,
+            node_id=node,
+            # Flower's type allows only values of a command line. The marker must not be one.
+            node_config={
+                "partition-id": node - SERVER_NODE - 1,
+                "num-partitions": self._num_clients,
+                MARKER_KEY: SimulationMarker(self._store),  # type: ignore[dict-item]
+            },
+            state=RecordDict(),
+            run_config={},
+        )
         return context
 
 

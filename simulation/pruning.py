@@ -36,16 +36,17 @@ def pruning_of(state: SweepState, jobs: Sequence[Job]) -> Pruning | None:
     min_rounds = state.options.get("min_rounds")
     if reduction_factor is None and min_rounds is not None:
         raise InputError(f"sweep.min_rounds={min_rounds} has no effect without pruning; set sweep.reduction_factor=3")
-    if metric is not None:
-        valid = [settings for group in group_jobs(jobs) if (settings := group_settings(group))]
-        check_metric(metric, valid, final=reduction_factor is None)
-    if reduction_factor is None:
-        return None
     if metric is None:
+        if reduction_factor is None:
+            return None
         raise InputError(
             f"sweep.reduction_factor={reduction_factor} needs a result to compare jobs; set e.g. sweep.metric=knn"
         )
-    rounds, evaluate_every = _common_rounds(jobs)
+    valid = [settings for group in group_jobs(jobs) if (settings := group_settings(group))]  # others fail by themselves
+    check_metric(metric, valid, final=reduction_factor is None)
+    if reduction_factor is None:
+        return None
+    rounds, evaluate_every = _common_rounds(valid)
     rungs = make_rungs(min_rounds or evaluate_every, reduction_factor, rounds=rounds, evaluate_every=evaluate_every)
     return Pruning(metric=metric, reduction_factor=reduction_factor, rungs=rungs, rounds=rounds)
 
@@ -100,13 +101,9 @@ def make_rungs(min_rounds: int, reduction_factor: int, *, rounds: int, evaluate_
     return list(dict.fromkeys(rungs))
 
 
-def _common_rounds(jobs: Sequence[Job]) -> tuple[int, int]:
-    """Return ``rounds`` and ``evaluate_every`` of all jobs; raises `InputError` if they differ, or if the latter is 0.
-
-    A job with invalid settings is ignored: it fails by itself.
-    """
-    settings = [group_settings(group) for group in group_jobs(jobs)]
-    found = {(job.rounds, job.evaluation.every) for job in settings if job is not None}
+def _common_rounds(jobs: Sequence[Settings]) -> tuple[int, int]:
+    """Return ``rounds`` and ``evaluate_every`` of all jobs; raises `InputError` if they differ or the latter is 0."""
+    found = {(job.rounds, job.evaluation.every) for job in jobs}
     if len(found) > 1:
         raise InputError(
             "sweep.reduction_factor compares jobs after the same round, but rounds or evaluate_every differ between "

@@ -124,8 +124,7 @@ class RayGrid(SimulatedGrid):
         """Start an actor. It must find the GPU of the one that it replaces and, with ``compute``, compute on it."""
         actor = self._actor_class.options(scheduling_strategy=slot.placement).remote(self._client_app)
         self._slots[actor] = slot
-        task = actor.gpu_failure.remote(compute=compute) if slot.has_gpu else actor.has_gpu.remote()
-        self._starting[task] = actor
+        self._starting[actor.gpu_failure.remote(compute=compute)] = actor
 
     def _stop_actor(self, actor: Any) -> "_Slot":
         self._pending.stop(actor)
@@ -160,7 +159,7 @@ class RayGrid(SimulatedGrid):
             self._finish_check(task, actor)
             return
         try:
-            slot.has_gpu = ray.get(task)
+            slot.has_gpu = ray.get(task) is None
         except RayError as error:
             raise RunError(f"a process for clients could not be started: {last_line(error)}") from error
         if self._client_gpus and not slot.has_gpu:

@@ -11,11 +11,12 @@ import socket
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from unittest.mock import patch
 from uuid import uuid4
 
 from fedssl.errors import InputError, RunError
@@ -24,9 +25,6 @@ from fedssl.wire.device import code_fingerprint
 from server_app.console import log_while_waiting
 from simulation.resources import Host
 from simulation.sandbox import ProcessSandbox, process_sandbox
-
-if TYPE_CHECKING:
-    import ray
 
 CONNECT_TIMEOUT = 20.0  # seconds
 ENVIRONMENT = {
@@ -64,11 +62,15 @@ def ray_session(
     from simulation.ray_internals import keep_sigterm_handler
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="ray")  # about GPUs, in every run
+    alternative = "engine=local" if setting == "engine.address" else "sweep.jobs=1"
     with process_sandbox() as sandbox:
-        environment = {**ENVIRONMENT, "FLWR_HOME": str(sandbox.home)}
-        with _environment(sandbox.work, environment), keep_sigterm_handler():
+        # Ray's processes inherit both and import from the working directory first. An empty one prevents imports of
+        # unrelated code in the user's directory. They use the import path of this process.
+        path = os.pathsep.join(dict.fromkeys(str(Path(entry).absolute()) for entry in sys.path))
+        environment = {**ENVIRONMENT, "FLWR_HOME": str(sandbox.home), "PYTHONPATH": path}
+        with chdir(sandbox.work), patch.dict(os.environ, environment), keep_sigterm_handler():
             if address is None:
-                _start(ray, sandbox, gpus=gpus, log_to_driver=log_to_driver)
+                _start(ray, sandbox, gpus=gpus, log_to_driver=log_to_driver, alternative=alternative)
             else:
                 _join(ray, address, setting=setting, log_to_driver=log_to_driver)
         try:
@@ -82,7 +84,9 @@ def _host(node: Mapping[str, Any]) -> Host:
     return Host(cpus=int(resources.get("CPU", 0)), gpus=int(resources.get("GPU", 0)), node_id=node["NodeID"])
 
 
-def _start(ray: ModuleType, sandbox: ProcessSandbox, *, gpus: int | None, log_to_driver: bool) -> None:
+def _start(
+    ray: ModuleType, sandbox: ProcessSandbox, *, gpus: int | None, log_to_driver: bool, alternative: str
+) -> None:
     from simulation.ray_internals import without_services
 
     os.environ.pop("RAY_ADDRESS", None)  # do not use a cluster that is already running
@@ -100,9 +104,9 @@ def _start(ray: ModuleType, sandbox: ProcessSandbox, *, gpus: int | None, log_to
         if "AF_UNIX" in str(error):  # it validates the path of its sockets
             raise InputError(
                 f"the folder {sandbox.path.parent} is too long for the sockets of Ray; set RAY_TMPDIR to a shorter "
-                "one, e.g. RAY_TMPDIR=/tmp, or use engine=local"
+                f"one, e.g. RAY_TMPDIR=/tmp, or use {alternative}"
             ) from error
-        raise RayNotStartedError(f"Ray could not be started: {error}; use engine=local") from error
+        raise RayNotStartedError(f"Ray could not be started: {error}; use {alternative}") from error
 
 
 def _join(ray: ModuleType, address: str, *, setting: str, log_to_driver: bool) -> None:
@@ -125,25 +129,6 @@ def _join(ray: ModuleType, address: str, *, setting: str, log_to_driver: bool) -
         ) from error
 
 
-@contextmanager
-def _environment(directory: Path, environment: Mapping[str, str]) -> Iterator[None]:
-    """Set the working directory and environment of processes that start in the block.
-
-    Ray's processes inherit both and import from the working directory first. An empty one prevents imports of unrelated
-    code in the user's directory. They use the import path of this process.
-    """
-    before, folder = dict(os.environ), Path.cwd()
-    path = os.pathsep.join(dict.fromkeys(str(Path(entry).absolute()) for entry in sys.path))
-    os.environ.update({**environment, "PYTHONPATH": path})
-    os.chdir(directory)
-    try:
-        yield
-    finally:
-        os.chdir(folder)
-        os.environ.clear()
-        os.environ.update(before)
-
-
 HostInfo = dict[str, str]  # what all hosts of a run must share, and its value on a host
 
 
@@ -160,6 +145,7 @@ def check_hosts(folder: Path) -> None:
     A client may train on another host in each round, and its state is in ``folder``, which need not exist yet.
     """
     import ray
+    from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -177,7 +163,12 @@ def check_hosts(folder: Path) -> None:
         }
         with log_while_waiting("hosts of the cluster do not answer yet"):
             for host, reply in replies.items():
-                info, has_folder = _get_reply(host, reply)
+                try:
+                    info, has_folder = ray.get(reply)
+                except RayError as error:
+                    raise InputError(
+                        f"host {host} cannot run fedssl ({last_line(error)}); install the same environment on all hosts"
+                    ) from error
                 check_host(host, info, expected, folder=folder, has_folder=has_folder)
     finally:
         probe_file.unlink()
@@ -187,18 +178,6 @@ def last_line(error: Exception) -> str:
     """Return the last line of Ray's message, which has the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
-
-
-def _get_reply(host: str, reply: "ray.ObjectRef[tuple[HostInfo, bool]]") -> tuple[HostInfo, bool]:
-    import ray
-    from ray.exceptions import RayError
-
-    try:
-        return ray.get(reply)
-    except RayError as error:
-        raise InputError(
-            f"host {host} cannot run fedssl ({last_line(error)}); install the same environment on all hosts"
-        ) from error
 
 
 def check_host(host: str, info: HostInfo, expected: HostInfo, *, folder: Path, has_folder: bool) -> None:

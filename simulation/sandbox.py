@@ -78,7 +78,7 @@ def process_sandbox() -> Iterator[ProcessSandbox]:
 
         raise InputError(
             f"Ray and Flower cannot write to the folder {parent} ({error.strerror}); set the environment variable "
-            "RAY_TMPDIR to another one with a short path, or use engine=local"
+            "RAY_TMPDIR to another one with a short path"
         ) from error
     sandbox = ProcessSandbox(directory)
     # -I -S: independent of the environment and of site-packages; starts in 20 ms.

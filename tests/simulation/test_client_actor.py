@@ -9,7 +9,7 @@ from flwr.clientapp import ClientApp
 
 from simulation import client_actor
 from simulation.client_actor import ClientActor, ClientCall, Payload
-from simulation.grid import make_context
+from simulation.grid import NodeContexts
 
 CLIENTS = 5
 
@@ -21,8 +21,9 @@ def unlimited_seconds(monkeypatch):
 
 def make_calls(payloads=1):
     """Return calls of `CLIENTS` nodes; call k has payload k modulo ``payloads``."""
+    contexts = NodeContexts(num_clients=CLIENTS)
     return [
-        ClientCall(Message(RecordDict(), node, "train"), make_context(node, num_clients=CLIENTS), node % payloads, None)
+        ClientCall(Message(RecordDict(), node, "train"), contexts[node], node % payloads, None)
         for node in range(2, 2 + CLIENTS)
     ]
 

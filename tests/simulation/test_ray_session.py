@@ -1,5 +1,6 @@
 """A Ray cluster of two simulated hosts on this machine, with two simulated GPUs and one."""
 
+import errno
 import json
 import os
 import time
@@ -14,7 +15,7 @@ from ray.cluster_utils import Cluster
 from fedssl.errors import InputError
 from server_app.messaging import receive
 from simulation.ray_grid import RayGrid
-from simulation.ray_session import check_host, ray_session
+from simulation.ray_session import RayNotStartedError, check_host, ray_session
 from simulation.resources import Host, fit_clients
 from simulation.run import run
 
@@ -138,6 +139,17 @@ def test_a_host_that_differs_is_reported(change, has_folder, message):
 )
 def test_a_missing_cluster_is_reported(address, message):
     with pytest.raises(InputError, match=message), ray_session(gpus=None, address=address):
+        pass
+
+
+@pytest.mark.parametrize(("setting", "remedy"), [("engine.address", "engine=local"), ("sweep.address", "sweep.jobs=1")])
+def test_without_ray_the_remedy_suits_the_command(setting, remedy, monkeypatch):
+    def fail(**arguments):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "/dev/shm")
+
+    monkeypatch.setattr(ray, "init", fail)
+    sentence = f"could not be started: .* No such file or directory: '/dev/shm'; use {remedy}$"
+    with pytest.raises(RayNotStartedError, match=sentence), ray_session(gpus=0, setting=setting):
         pass
 
 
