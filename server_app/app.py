@@ -27,7 +27,7 @@ from server_app.build import RunComponents, build_run, node_names
 from server_app.callbacks.order import make_callbacks
 from server_app.client_states import ClientStates
 from server_app.console import disk_errors_as_run_error, log_to, log_to_console, make_screen
-from server_app.evaluator import no_evaluation_reason
+from server_app.evaluator import missing_evaluations
 from server_app.fleet_file import FleetFile, read_device_ids
 from server_app.messaging import no_activity
 from server_app.nodes import ClientManager, federation_size
@@ -167,12 +167,13 @@ def log_start(components: RunComponents, state: ServerState, folder: Path) -> No
 
 
 def log_algorithm(components: RunComponents) -> None:
-    """Log what is exchanged, and why nothing is evaluated."""
+    """Log what is exchanged, and which evaluations have no images."""
     settings = components.settings
     log.info("strategy %s: %s", settings.recording.choices["strategy"], describe_exchange(components))
-    problem = no_evaluation_reason(settings)
-    if problem:
-        log.warning("nothing will be evaluated: %s", problem)
+    missing = missing_evaluations(settings)
+    for problem in dict.fromkeys(missing.values()):
+        names = [name for name, other in missing.items() if other == problem]
+        log.warning("%s will have no results: %s", " and ".join(names), problem)
 
 
 def describe_exchange(components: RunComponents) -> str:

@@ -140,13 +140,18 @@ class Evaluator:
         return results
 
 
-def no_evaluation_reason(settings: Settings) -> str | None:
-    """Return why nothing is evaluated; None if the server has images for a protocol."""
-    if settings.data.federated is None:
-        return NO_SERVER_DATA
-    evaluation = settings.evaluation
-    protocols = [check_protocol(each.instantiate()) for each in (evaluation.protocol, evaluation.final_protocol)]
-    return evaluation_problem(settings.data, needs_labels=all(protocol.needs_labels for protocol in protocols))
+def missing_evaluations(settings: Settings) -> dict[str, str]:
+    """Return why an evaluation that is set has no images, by its setting."""
+    evaluation, found = settings.evaluation, {}
+    slots = {"evaluation": evaluation.protocol} if evaluation.every else {}
+    for name, component in {**slots, "final_evaluation": evaluation.final_protocol}.items():
+        protocol = check_protocol(component.instantiate())
+        problem = NO_SERVER_DATA
+        if settings.data.federated is not None:
+            problem = evaluation_problem(settings.data, needs_labels=protocol.needs_labels)
+        if problem and protocol.result_units(num_classes=2):
+            found[name] = problem
+    return found
 
 
 def personalized_models_have_labels(parts: RunParts) -> Problem:

@@ -23,7 +23,7 @@ from fedssl.wire.device import installed_version
 from server_app.callbacks.base import Callback, RunEnd
 from server_app.callbacks.evaluation import results_by_model
 from server_app.client_states import summarize_states
-from server_app.evaluator import no_evaluation_reason
+from server_app.evaluator import missing_evaluations
 from server_app.exchanges import secure
 from server_app.run_folder import RunFolder
 from server_app.trackers.base import SafeTracker
@@ -66,7 +66,7 @@ class Summary(Callback):
                 *(self._settings.pause_after, resume_command(self._folder.path)),
             )
         elif end.status == "finished":
-            reason = no_evaluation_reason(self._settings)
+            reason = missing_evaluations(self._settings).get("final_evaluation", "there is no protocol")
             table = format_table(end.final) if end.final else f"nothing was evaluated: {reason}"
             log.info("%s\nresults are in %s", table, self._folder.path)
 

@@ -9,6 +9,7 @@ from fedssl.config.load import compose
 from fedssl.datasets import base, cache
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import evaluation_problem
+from server_app.evaluator import missing_evaluations
 from simulation.run import run
 from tests.federation import Federation
 from tests.runs import read_lines, read_summary
@@ -43,7 +44,7 @@ def test_images_without_labels_are_divided_evenly(flat, tmp_path, capsys):
     run([*SMALL, f"dataset.path={flat}", f"output_dir={tmp_path / 'run'}"])
     said = capsys.readouterr().out
     assert "partition=dirichlet needs labels, which the images lack; using partition=iid instead" in said
-    assert "nothing will be evaluated: the data set has no labeled training images" in said
+    assert "evaluation and final_evaluation will have no results: the data set has no labeled training images" in said
     summary = read_summary(tmp_path / "run")
     assert summary["status"] == "finished"
     assert "partition=iid" in summary["overrides"]
@@ -72,6 +73,21 @@ def test_a_run_on_cached_images_has_the_same_bits(classes, tmp_path, monkeypatch
 def test_a_partition_that_is_chosen_stays(flat, tmp_path, word):
     with pytest.raises(InputError, match="divides by class but the images have no labels; give partition=iid"):
         run([*SMALL, f"dataset.path={flat}", word, f"output_dir={tmp_path}"])
+
+
+def test_each_evaluation_without_images_is_named(tmp_path):
+    """Of images without labels in folders of splits."""
+    for split in ("train", "test"):
+        write_images(tmp_path / split)
+    own = ["dataset=folder", f"dataset.path={tmp_path}"]
+    several_labels = ["evaluation=multi_label", "evaluation.file=tags.csv"]
+    for overrides, names in (
+        ([], {"evaluation", "final_evaluation"}),
+        (several_labels, {"final_evaluation"}),
+        ([*several_labels, "final_evaluation=none"], set()),
+        (["evaluate_every=0", "final_evaluation=none"], set()),
+    ):
+        assert missing_evaluations(compose([*own, *overrides])).keys() == names
 
 
 def test_what_is_missing_for_an_evaluation_is_said(flat, classes):
