@@ -55,16 +55,50 @@ class UpdateValidator:
         start = {layer: expected.layers[layer] for layer in downloaded if layer in expected.layers}
         update = read_update(reply, client, sent_to=node, codec=self.codec, start=start)
         check_state_round(update, saved_round)
-        cosines = check_update(
-            update,
-            expected=expected,
-            gathered=self.gathered,
-            arrays=arrays,
-            required_metrics=self.required_metrics,
-            plan=(round, self.code_fingerprint),
-            max_examples=self.max_examples,
-        )
-        return update, cosines
+        return update, self.check(update, round=round, expected=expected, arrays=arrays)
+
+    def check(
+        self, update: ClientUpdate, *, round: int, expected: GlobalLayers, arrays: GlobalLayers = NO_ARRAYS
+    ) -> Cosines:
+        """Return the cosines of an update with the model that its client started from; raises `InvalidUpdate`."""
+        plan = round, self.code_fingerprint
+        for what, answered, sent_out in zip(("round", "code"), update.plan_id or (None, None), plan, strict=True):
+            if answered != sent_out:
+                raise InvalidUpdate(f"it answers {what} {answered} instead of {what} {sent_out}")
+        try:
+            expected.check(update.layers)
+            self.gathered.check(update.uploaded_parts)
+            arrays.check(update.strategy_arrays)
+        except InputError as problem:
+            raise InvalidUpdate(str(problem)) from problem
+        self._check_metrics(update)
+        cosines = expected.cosines_of(update.layers)
+        others = ((self.gathered, update.uploaded_parts), (arrays, update.strategy_arrays))
+        invalid = (like.cosines_of(given).first_invalid for like, given in others if given)
+        for offender in (cosines.first_invalid, *invalid):
+            if offender is not None:
+                raise InvalidUpdate(f"layer {offender} has values that are not finite, or far too large")
+        for name, array in update.layers.items():
+            if name.endswith("running_var") and array.size and array.min() < 0:
+                raise InvalidUpdate(f"layer {name} has a negative variance")
+        return cosines
+
+    def _check_metrics(self, update: ClientUpdate) -> None:
+        for name, value in ((NUM_EXAMPLES, update.num_examples), (TRAIN_LOSS, update.train_loss)):
+            if name in self.required_metrics and value is None:
+                raise InvalidUpdate(f"metric {name} is missing")
+        if update.num_examples is not None and update.num_examples <= 0:
+            raise InvalidUpdate(f"{NUM_EXAMPLES}={update.num_examples} is not positive")
+        if self.max_examples is not None and (update.num_examples or 0) > self.max_examples:
+            raise InvalidUpdate(
+                f"{NUM_EXAMPLES}={update.num_examples} is more than aggregation.max_examples={self.max_examples}"
+            )
+        for name, value in ((TRAIN_LOSS, update.train_loss), (SECONDS, update.seconds)):
+            low, high = METRIC_RANGES[name]
+            if value is not None and math.isfinite(value) and not low <= value <= high:
+                raise InvalidUpdate(f"{name}={value} is not from {low:g} to {high:g}")
+        if TRAIN_LOSS in self.required_metrics and not math.isfinite(update.train_loss or 0.0):
+            raise InvalidUpdate(f"{TRAIN_LOSS}={update.train_loss} is not finite")
 
 
 def read_model_index(reply: Message, *, num_models: int) -> int:
@@ -100,69 +134,3 @@ def check_state_round(update: ClientUpdate, saved_round: int) -> None:
     """Raise `InvalidUpdate` if the client has lost the state that it saved after ``saved_round``."""
     if update.state_rounds[0] < saved_round:
         raise InvalidUpdate(f"it has lost the state that it saved in round {saved_round}")
-
-
-def check_update(
-    update: ClientUpdate,
-    *,
-    expected: GlobalLayers,
-    gathered: GlobalLayers,
-    arrays: GlobalLayers = NO_ARRAYS,
-    required_metrics: Collection[str],
-    plan: tuple[int, str],
-    max_examples: int | None = None,
-) -> Cosines:
-    """Validate an update and return its cosines with the model that its client started from.
-
-    Parameters
-    ----------
-    expected : GlobalLayers
-        The layers to send, as the client received them.
-    gathered, arrays : GlobalLayers
-        What is for the server side of the method, and of the strategy, to compare names, shapes and dtypes.
-    plan : tuple of int and str
-        Round and code fingerprint of the plan.
-
-    Raises
-    ------
-    InvalidUpdate
-        The message is the reason.
-    """
-    for what, answered, sent_out in zip(("round", "code"), update.plan_id or (None, None), plan, strict=True):
-        if answered != sent_out:
-            raise InvalidUpdate(f"it answers {what} {answered} instead of {what} {sent_out}")
-    try:
-        expected.check(update.layers)
-        gathered.check(update.uploaded_parts)
-        arrays.check(update.strategy_arrays)
-    except InputError as problem:
-        raise InvalidUpdate(str(problem)) from problem
-    _check_metrics(update, required_metrics, max_examples=max_examples)
-    cosines = expected.cosines_of(update.layers)
-    others = ((gathered, update.uploaded_parts), (arrays, update.strategy_arrays))
-    invalid = (like.cosines_of(given).first_invalid for like, given in others if given)
-    for offender in (cosines.first_invalid, *invalid):
-        if offender is not None:
-            raise InvalidUpdate(f"layer {offender} has values that are not finite, or far too large")
-    for name, array in update.layers.items():
-        if name.endswith("running_var") and array.size and array.min() < 0:
-            raise InvalidUpdate(f"layer {name} has a negative variance")
-    return cosines
-
-
-def _check_metrics(update: ClientUpdate, required_metrics: Collection[str], *, max_examples: int | None) -> None:
-    for name, value in ((NUM_EXAMPLES, update.num_examples), (TRAIN_LOSS, update.train_loss)):
-        if name in required_metrics and value is None:
-            raise InvalidUpdate(f"metric {name} is missing")
-    if update.num_examples is not None and update.num_examples <= 0:
-        raise InvalidUpdate(f"{NUM_EXAMPLES}={update.num_examples} is not positive")
-    if max_examples is not None and (update.num_examples or 0) > max_examples:
-        raise InvalidUpdate(
-            f"{NUM_EXAMPLES}={update.num_examples} is more than aggregation.max_examples={max_examples}"
-        )
-    for name, value in ((TRAIN_LOSS, update.train_loss), (SECONDS, update.seconds)):
-        low, high = METRIC_RANGES[name]
-        if value is not None and math.isfinite(value) and not low <= value <= high:
-            raise InvalidUpdate(f"{name}={value} is not from {low:g} to {high:g}")
-    if TRAIN_LOSS in required_metrics and not math.isfinite(update.train_loss or 0.0):
-        raise InvalidUpdate(f"{TRAIN_LOSS}={update.train_loss} is not finite")

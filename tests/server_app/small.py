@@ -6,10 +6,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedssl.arrays import GlobalLayers
 from fedssl.config.aggregation_settings import AggregationSettings
 from fedssl.encoders.base import Encoder
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import exchanged_layers
+from fedssl.wire.records import EXACT
+from server_app.validation import UpdateValidator
 from tests.contexts import default_settings, federation_of, run_context
 
 LAYERS = {"encoder.weight": np.array([1, 2, 2], np.float32), "encoder.bn.running_mean": np.array([0.5], np.float32)}
@@ -25,6 +28,12 @@ class Small(SSLMethod):
         self.encoder.bn = nn.Module()
         self.encoder.bn.register_buffer("running_mean", torch.from_numpy(LAYERS["encoder.bn.running_mean"].copy()))
         self.encoder.define_stages(stages=(), widths=())
+
+
+def update_validator():
+    """Accepts updates to plans of the code "x", without parts for the method's server side and without metrics."""
+    nothing = GlobalLayers({})
+    return UpdateValidator(gathered=nothing, required_metrics=(), code_fingerprint="x", codec=EXACT, max_examples=None)
 
 
 def small_federation(grid, strategy, *, clients_per_round=None, timeout=60, metrics=(), **updates):

@@ -8,11 +8,12 @@ from fedssl.arrays import GlobalLayers
 from fedssl.errors import InputError
 from fedssl.training import LocalSteps
 from fedssl.wire.messages import STRATEGY_BROADCAST, STRATEGY_UPLOAD, ClientUpdate, TrainPlan
-from server_app.validation import InvalidUpdate, check_update
+from server_app.validation import InvalidUpdate
 from strategies.control_variates import for_clients
 from strategies.scaffold import OWN, Scaffold, control_change
 from strategies.types import AggregatedModel, GlobalModel
 from tests.federation import Federation
+from tests.server_app.small import update_validator
 from tests.states import load_tensors
 from tests.strategies.clients import start_of
 
@@ -126,9 +127,9 @@ def test_control_variates_are_never_rounded(tmp_path, dtype):
 )
 def test_arrays_that_do_not_fit_are_refused(arrays, reason):
     update = ClientUpdate(layers={"w": array(1)}, strategy_arrays=arrays, partition_id=0, plan_id=(1, "x"))
-    like, nothing = GlobalLayers({"w": array(0)}), GlobalLayers({})
+    like = GlobalLayers({"w": array(0)})
     with pytest.raises(InvalidUpdate, match=reason):
-        check_update(update, expected=like, gathered=nothing, arrays=like, required_metrics=(), plan=(1, "x"))
+        update_validator().check(update, round=1, expected=like, arrays=like)
 
 
 @pytest.mark.parametrize(
