@@ -71,6 +71,7 @@ class SimulatedClient:
         return NodeInfo(partition=self.number, partitions=self.partitions)
 
 
+Client = EdgeClient | SimulatedClient
 StepHook = Callable[[], None]
 
 
@@ -80,17 +81,19 @@ def handle(message: Message, context: Context, *, on_step_start: StepHook = lamb
     An edge client calls ``on_step_start`` before every training step. An exception that it raises ends the training.
     """
     try:
-        category, _, action = message.metadata.message_type.partition(".")
+        config, (category, _, action) = context.node_config, message.metadata.message_type.partition(".")
+        client = SimulatedClient.read(config) if is_simulated(config) else EdgeClient.read(config)
         if action == QUERY:
-            summarize = partial(_statistics, message, context, on_step_start)
-            return _update_reply(message, context, summarize, event="statistics sent")
+            summarize = partial(_statistics, message, client, on_step_start)
+            return _update_reply(message, context, client, summarize, event="statistics sent")
         if category == "query":
-            return node_info_reply(message, _client(context).node_info)
+            return node_info_reply(message, client.node_info)
         if action == "personalized":
-            return _personalized_reply(message, context)
+            return _personalized_reply(message, client)
         if action == "encoder":
-            return _encoder_reply(message, context)
-        return _update_reply(message, context, partial(_train, message, context, on_step_start), event="update sent")
+            return _encoder_reply(message, client)
+        train = partial(_train, message, client, on_step_start)
+        return _update_reply(message, context, client, train, event="update sent")
     except Exception as error:  # the server needs a reply for any failure
         return failure_reply(message, context, error)
 
@@ -110,9 +113,8 @@ def failure_reply(message: Message, context: Context, error: Exception) -> Messa
     return error_reply(message, reason)
 
 
-def _personalized_reply(message: Message, context: Context) -> Message:
+def _personalized_reply(message: Message, client: Client) -> Message:
     """Return the personalized encoder of a simulated client. Edge clients refuse."""
-    client = _client(context)
     if isinstance(client, EdgeClient):
         raise RequestRefused("what a device uses itself stays on it")
     plan = TrainPlan.from_content(message.content)
@@ -127,9 +129,8 @@ def _personalized_reply(message: Message, context: Context) -> Message:
     return Message(encoder.to_content(plan), reply_to=message)
 
 
-def _encoder_reply(message: Message, context: Context) -> Message:
+def _encoder_reply(message: Message, client: Client) -> Message:
     """Store an encoder that the server delivers to a device. The reply has its quality if the owner shares it."""
-    client = _client(context)
     if not isinstance(client, EdgeClient):
         raise RequestRefused("a simulated client stores no encoder")
     check_message(message.content, client.limits)
@@ -156,10 +157,14 @@ def _shared_quality(client: EdgeClient, delivery: EncoderDelivery, file: Path) -
 
 
 def _update_reply(
-    message: Message, context: Context, work: Callable[[], tuple[TrainPlan, ClientUpdate]], *, event: str
+    message: Message,
+    context: Context,
+    client: Client,
+    work: Callable[[], tuple[TrainPlan, ClientUpdate]],
+    *,
+    event: str,
 ) -> Message:
     """Do the work of a plan on this node's images and pack the update, or run a phase of secure aggregation."""
-    client = _client(context)
     if is_secure(message):
         stage = str(message.content.config_records[SECAGG_CONFIG_KEY].get("stage"))
         limits = client.limits if isinstance(client, EdgeClient) else None
@@ -188,9 +193,9 @@ def _count_sent(client: EdgeClient, content: RecordDict, event: str, **details: 
     record(client.states, event, **details, bytes=num_bytes)
 
 
-def _statistics(message: Message, context: Context, on_step_start: StepHook) -> tuple[TrainPlan, ClientUpdate]:
+def _statistics(message: Message, client: Client, on_step_start: StepHook) -> tuple[TrainPlan, ClientUpdate]:
     """Return the sums of this node's images as an update."""
-    client, plan = _client(context), _read_plan(message, context)
+    plan = _read_plan(message, client)
     if isinstance(client, EdgeClient):
         settings, check_deadline = client.accept(plan.settings), client.limits.make_deadline_check()
         client.limits.check_now(client.states)
@@ -209,9 +214,8 @@ def _statistics(message: Message, context: Context, on_step_start: StepHook) -> 
     return answer(plan, images, rows, on_step_start=on_step_start)
 
 
-def _read_plan(message: Message, context: Context) -> TrainPlan:
+def _read_plan(message: Message, client: Client) -> TrainPlan:
     """Return the plan of a message within the limits of this node, from a server with the same code."""
-    client = _client(context)
     if isinstance(client, EdgeClient):
         check_message(message.content, client.limits)
     plan = TrainPlan.from_content(message.content)
@@ -222,8 +226,8 @@ def _read_plan(message: Message, context: Context) -> TrainPlan:
     return plan
 
 
-def _train(message: Message, context: Context, on_step_start: StepHook) -> tuple[TrainPlan, ClientUpdate]:
-    client, plan = _client(context), _read_plan(message, context)
+def _train(message: Message, client: Client, on_step_start: StepHook) -> tuple[TrainPlan, ClientUpdate]:
+    plan = _read_plan(message, client)
     if isinstance(client, EdgeClient):
         return plan, _train_on_device(plan, client, on_step_start)
     settings = parse_client_config(plan.settings)
@@ -237,7 +241,7 @@ def _train(message: Message, context: Context, on_step_start: StepHook) -> tuple
 
 def _with_retry(
     run: Callable[[ClientWorker], ClientUpdate],
-    client: EdgeClient | SimulatedClient,
+    client: Client,
     plan: TrainPlan,
     settings: ClientSettings,
     *,
@@ -299,8 +303,3 @@ def _train_on_device(plan: TrainPlan, client: EdgeClient, on_step_start: StepHoo
         details["unreadable"] = unreadable
     record(client.states, "trained", run=run, round=plan.round, **details)
     return update
-
-
-def _client(context: Context) -> EdgeClient | SimulatedClient:
-    config = context.node_config
-    return SimulatedClient.read(config) if is_simulated(config) else EdgeClient.read(config)

@@ -22,7 +22,11 @@ def check_message(content: RecordDict, limits: Limits) -> None:
     arrays = [pair for record in content.array_records.values() for pair in record.items()]
     # Quantized weights have one or two bytes, and are decoded to four.
     num_bytes = sum(len(array.data) * (4 if name == WEIGHTS else 1) for name, array in arrays)
-    _check("the message brings", num_bytes, limits)
+    allowed = limits.memory_bytes()
+    if num_bytes > allowed:
+        raise RequestRefused(
+            f"the message brings {gigabytes(num_bytes)} of memory but this device allows {gigabytes(allowed)}"
+        )
 
 
 def check_plan(plan: TrainPlan) -> None:
@@ -88,9 +92,3 @@ def _smaller_step(settings: ClientSettings, allowed: int) -> str:
     if remedies:
         return f"set {', or '.join(remedies)}"
     return "no batch_size fits; set a smaller encoder or dataset.size"
-
-
-def _check(what: str, needed: int, limits: Limits) -> None:
-    allowed = limits.memory_bytes()
-    if needed > allowed:
-        raise RequestRefused(f"{what} {gigabytes(needed)} of memory but this device allows {gigabytes(allowed)}")

@@ -1,6 +1,7 @@
 """Checks before the first round: the updates of a round, and the models of single clients, must fit."""
 
 import shutil
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,12 +34,9 @@ class StoredUpdates:
         if not self.copies:
             return 2**31
         number = (budget + disk) // (self.copies * self.model_bytes)
-        low, high = 0, number
-        while low < high:  # the working memory grows with the number
-            middle = (low + high + 1) // 2
-            fits = available is None or self.working_memory(middle) <= available - budget
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
+        if available is None:
+            return number
+        return bisect_right(range(1, number + 1), available - budget, key=self.working_memory)  # grows with the number
 
 
 def stored_updates(server: ServerStrategy, layers: Layers, *, rounds: int, filters_norms: bool) -> StoredUpdates:
