@@ -37,32 +37,20 @@ _PER_SECOND = 2  # refresh rate of the bar
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressSnapshot:
-    """Progress of a run after a round. ``loss`` and ``cosine`` are means over clients; None if unknown."""
+    """Progress of a run after a round, with its line of ``metrics.jsonl`` and its results."""
 
-    round: int
-    rounds: int
-    loss: float | None
-    cosine: float | None
+    line: Mapping[str, Any]
     evaluation: Mapping[str, Score]
-    dropped: int
+    rounds: int
     seconds_per_round: float
-    virtual_time: float | None = None  # seconds; None in wall-clock time
 
-    @classmethod
-    def of_line(
-        cls, line: Mapping[str, Any], evaluation: Mapping[str, Score], *, rounds: int, seconds_per_round: float
-    ) -> "ProgressSnapshot":
-        """Return the progress after a round, from its line of ``metrics.jsonl`` and its results."""
-        return cls(
-            round=line["round"],
-            rounds=rounds,
-            loss=line["loss"],
-            cosine=line["model_cosine"],
-            evaluation=evaluation,
-            dropped=len(line["dropped"]),
-            seconds_per_round=seconds_per_round,
-            virtual_time=line.get("virtual_time"),
-        )
+    @property
+    def round(self) -> int:
+        return int(self.line["round"])
+
+    @property
+    def loss(self) -> list[str]:
+        return [] if self.line["loss"] is None else [f"loss {self.line['loss']:.3f}"]
 
     @property
     def results(self) -> list[str]:
@@ -74,17 +62,14 @@ class ProgressSnapshot:
 
     @property
     def log_line(self) -> str:
-        parts = [f"round {self.round}/{self.rounds}"]
-        if self.loss is not None:
-            parts.append(f"loss {self.loss:.3f}")
-        if self.cosine is not None:
-            parts.append(f"cosine {self.cosine:.4f}")
+        parts = [f"round {self.round}/{self.rounds}", *self.loss]
+        if (cosine := self.line["model_cosine"]) is not None:
+            parts.append(f"cosine {cosine:.4f}")
         parts += self.results
-        if self.dropped:
-            parts.append(f"{self.dropped} dropped")
-        if self.virtual_time is not None:
-            short = self.virtual_time < 90
-            parts.append(f"virtual time {f'{self.virtual_time:.1f} s' if short else duration(self.virtual_time)}")
+        if self.line["dropped"]:
+            parts.append(f"{len(self.line['dropped'])} dropped")
+        if (seconds := self.line.get("virtual_time")) is not None:
+            parts.append(f"virtual time {f'{seconds:.1f} s' if seconds < 90 else duration(seconds)}")
         return "  ".join([*parts, f"{self.seconds_per_round:.1f} s/round", self.eta])
 
 
@@ -99,9 +84,8 @@ def described(snapshot: ProgressSnapshot, results: str) -> tuple[str, str]:
     """Return the latest results, by default ``results`` of an earlier round, and the text for a bar with them."""
     if snapshot.evaluation:
         results = f"{'  '.join(snapshot.results)} (round {snapshot.round})"
-    loss = "" if snapshot.loss is None else f"loss {snapshot.loss:.3f}"
     last = snapshot.round == snapshot.rounds
-    parts = ("last evaluation" if last else snapshot.eta, loss, sanitize(results))
+    parts = ("last evaluation" if last else snapshot.eta, *snapshot.loss, sanitize(results))
     return results, "  ".join(part for part in parts if part)
 
 

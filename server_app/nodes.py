@@ -24,6 +24,7 @@ from server_app.messaging import ClientMessenger
 
 DISCOVERY_GRACE_SECONDS = 10.0  # seconds without a new node after which a federation is complete
 IDENTIFY_TIMEOUT = 60.0  # seconds in which a device that joins later must reply
+NO_REPLY, FAILED = "did not reply", "failed: "  # predicates of nodes without info
 REJECTED_INTERVAL = 300.0  # seconds after which a device that cannot participate is retried
 
 NodeNames = Callable[[], Mapping[int, str]]  # returns the names under which keys were registered, by node id
@@ -37,15 +38,6 @@ class ClientDirectory:
     client_ids: Mapping[str, int] = field(default_factory=dict)  # of edge clients by name, also of unavailable ones
     info: Mapping[int, NodeInfo] = field(default_factory=dict)  # of the nodes of edge clients
     rejected: Mapping[int, str] = field(default_factory=dict)  # reasons of nodes that cannot participate
-
-
-@dataclass(frozen=True)
-class _Replies:
-    """Replies of nodes by node id: their info, errors, and nodes without a reply."""
-
-    info: dict[int, NodeInfo] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
-    missing: dict[int, None] = field(default_factory=dict)
 
 
 def no_registered_names() -> Mapping[int, str]:
@@ -78,26 +70,17 @@ def discover_clients(
     """
     if isinstance(grid, PartitionedGrid):
         return ClientDirectory(nodes=grid.partition_nodes())
-    nodes = _wait_for_nodes(grid, num_clients, timeout=timeout)
-    replies = _Replies(missing=dict.fromkeys(nodes))
-    for node, reply in _identify(grid, nodes, timeout=timeout):
-        replies.missing.pop(node, None)
-        if isinstance(reply, NodeInfo):
-            replies.info[node] = reply
-        else:
-            replies.errors[node] = reply
-    num_devices = sum(info.partitions is None for info in replies.info.values())
+    info, errors = _info_of(grid, _wait_for_nodes(grid, num_clients, timeout=timeout), timeout=timeout)
+    num_devices = sum(each.partitions is None for each in info.values())
     if not num_devices:
-        return ClientDirectory(nodes=_partition_directory(nodes, replies, num_clients, timeout=timeout))
-    if num_devices < len(replies.info):
+        return ClientDirectory(nodes=_partition_directory(info, errors, num_clients, timeout=timeout))
+    if num_devices < len(info):
         raise InputError(
-            f"{num_devices} nodes are devices and {len(replies.info) - num_devices} are simulated clients; "
+            f"{num_devices} nodes are devices and {len(info) - num_devices} are simulated clients; "
             "run either with devices or in a simulation"
         )
-    errors = {node: f"failed: {reason}" for node, reason in replies.errors.items()}
-    errors |= dict.fromkeys(replies.missing, "did not reply")
     directory = ClientDirectory(nodes={}, client_ids=known_client_ids or {})
-    directory = add_devices(directory, replies.info, errors, names=node_names())
+    directory = add_devices(directory, info, errors, names=node_names())
     if not directory.nodes:
         reasons = "; ".join(f"node {node} {reason}" for node, reason in directory.rejected.items())
         raise InputError(f"no device can participate: {reasons}")
@@ -172,17 +155,11 @@ class ClientManager:
         new = [node for node in available if node not in known]
         if not new:
             return
-        info: dict[int, NodeInfo] = {}
+        found, errors = _info_of(self._grid, new, timeout=min(self._timeout, IDENTIFY_TIMEOUT))
+        info = {node: each for node, each in found.items() if each.partitions is None}
+        errors |= dict.fromkeys(found.keys() - info.keys(), "is not a device")
         accepted = set(self.clients.nodes.values())
-        errors = {node: "did not reply" for node in new if node not in accepted}
-        for node, reply in _identify(self._grid, new, timeout=min(self._timeout, IDENTIFY_TIMEOUT)):
-            errors.pop(node, None)
-            if isinstance(reply, str):
-                errors[node] = f"failed: {reply}"
-            elif reply.partitions is not None:
-                errors[node] = "is not a device"
-            else:
-                info[node] = reply
+        errors = {node: why for node, why in errors.items() if why != NO_REPLY or node not in accepted}
         offline = {number: node for number, node in self.clients.nodes.items() if node not in available}
         before = replace(
             self.clients,
@@ -201,21 +178,22 @@ class ClientManager:
 
 
 def _partition_directory(
-    nodes: Sequence[int], replies: _Replies, num_clients: int, *, timeout: float
+    info: Mapping[int, NodeInfo], errors: Mapping[int, str], num_clients: int, *, timeout: float
 ) -> dict[int, int]:
-    if replies.errors:
-        raise InputError(f"a client cannot start: {next(iter(replies.errors.values()))}")
-    if len(nodes) != num_clients:
+    missing = [node for node, error in errors.items() if error == NO_REPLY]
+    if failed := [error for error in errors.values() if error != NO_REPLY]:
+        raise InputError(f"a client cannot start: {failed[0].removeprefix(FAILED)}")
+    if (size := len(info) + len(errors)) != num_clients:
         raise InputError(
-            f"num_clients={num_clients} but the federation has {len(nodes)} SuperNodes; "
-            f"add --federation-config 'num-supernodes={num_clients}' or set num_clients={len(nodes)}"
+            f"num_clients={num_clients} but the federation has {size} SuperNodes; "
+            f"add --federation-config 'num-supernodes={num_clients}' or set num_clients={size}"
         )
-    if replies.missing:
+    if missing:
         raise InputError(
-            f"{len(replies.missing)} of {num_clients} SuperNodes, such as {min(replies.missing)}, did not reply within "
+            f"{len(missing)} of {num_clients} SuperNodes, such as {min(missing)}, did not reply within "
             f"{timeout:.0f} s; check their processes, or set a longer reply_timeout"
         )
-    held = {int(info.partition or 0): node for node, info in replies.info.items()}
+    held = {int(each.partition or 0): node for node, each in info.items()}
     if sorted(held) != list(range(num_clients)):
         raise InputError(
             f"the nodes have the partitions {sorted(held)} but 0 to {num_clients - 1} are needed, each once; "
@@ -282,6 +260,18 @@ def _log_properties(name: str, info: NodeInfo) -> None:
         log.info("device %s has other versions than the server: %s", name, other)
     if info.max_rank is not None:
         log.info("device %s trains low-rank factors of a rank up to %d (max-rank)", name, info.max_rank)
+
+
+def _info_of(grid: Grid, nodes: Sequence[int], *, timeout: float) -> tuple[dict[int, NodeInfo], dict[int, str]]:
+    """Return the info of nodes, and predicates of those without info, such as `NO_REPLY`."""
+    info, errors = {}, dict.fromkeys(nodes, NO_REPLY)
+    for node, reply in _identify(grid, nodes, timeout=timeout):
+        if isinstance(reply, NodeInfo):
+            info[node] = reply
+            errors.pop(node, None)
+        else:
+            errors[node] = f"{FAILED}{reply}"
+    return info, errors
 
 
 def _identify(grid: Grid, nodes: Sequence[int], *, timeout: float) -> Iterator[tuple[int, NodeInfo | str]]:

@@ -84,8 +84,8 @@ class Progress(Callback):
 
     def on_round_end(self, end: RoundEnd) -> None:
         self._seconds.append(end.line["seconds"])
-        snapshot = ProgressSnapshot.of_line(
-            end.line, end.evaluation, rounds=self._rounds, seconds_per_round=mean(self._seconds)
+        snapshot = ProgressSnapshot(
+            line=end.line, evaluation=end.evaluation, rounds=self._rounds, seconds_per_round=mean(self._seconds)
         )
         log.info(snapshot.log_line, extra={IS_ROUND: True})
         self._screen.show(snapshot)

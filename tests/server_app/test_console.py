@@ -15,9 +15,9 @@ QUICK = ["num_clients=2", "rounds=2", "local_epochs=0", "dataset.limit=24", "enc
 QUICK += ["partition=iid", "evaluate_every=0", "final_evaluation=none", "measure_resources=false"]
 
 
-def snapshot(round, **changes):
-    values = {"loss": 4.81, "cosine": 0.9, "evaluation": {}, "dropped": 0, "seconds_per_round": 14.2} | changes
-    return ProgressSnapshot(round=round, rounds=200, **values)
+def snapshot(round, **evaluation):
+    line = {"round": round, "loss": 4.81, "model_cosine": 0.9, "dropped": {}}
+    return ProgressSnapshot(line=line, evaluation=evaluation, rounds=200, seconds_per_round=14.2)
 
 
 def shown(screen, folder):
@@ -25,7 +25,7 @@ def shown(screen, folder):
     with log_to(folder, screen):
         screen.open(200)
         log.info(LINE)
-        screen.show(snapshot(12, evaluation={"knn": Score(0.6134)}))
+        screen.show(snapshot(12, knn=Score(0.6134)))
         log.info("second\nthird")
         screen.show(snapshot(13))
         screen.close()
@@ -68,7 +68,7 @@ def test_a_notebook_shows_one_line_that_changes(tmp_path, monkeypatch, capsys):
         screen.open(200)
         log.info("round 12/200", extra={IS_ROUND: True})
         log.warning("a warning")
-        screen.show(snapshot(12, evaluation={"<knn>": Score(0.6134)}))
+        screen.show(snapshot(12, **{"<knn>": Score(0.6134)}))
         screen.show(snapshot(13))
         screen.close()
     assert capsys.readouterr().out == "a warning\n"
