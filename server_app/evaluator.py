@@ -100,7 +100,7 @@ class Evaluator:
             return {}
         return {
             "untrained": self._evaluate(self._final_protocol, untrained),
-            "pixels": self._scores(self._final_protocol, raw),
+            "pixels": evaluate_domains(self._final_protocol, raw, seed=self._seed),
         }
 
     def evaluation_input(self, method: SSLMethod) -> EvaluationInput | None:
@@ -113,14 +113,11 @@ class Evaluator:
     def _input(self, protocol: EvaluationProtocol, encoder: nn.Module | None) -> EvaluationInput | None:
         return make_evaluation_input(encoder, self._data, device=self._device, needs_labels=protocol.needs_labels)
 
-    def _scores(self, protocol: EvaluationProtocol, evaluation_input: EvaluationInput) -> dict[str, Score]:
-        return evaluate_domains(protocol, evaluation_input, seed=self._seed)
-
     def _evaluate(self, protocol: EvaluationProtocol, method: SSLMethod) -> dict[str, Score]:
         evaluation_input = self._input(protocol, method.encoder)
         if evaluation_input is None:
             return {}
-        results = self._scores(protocol, evaluation_input)
+        results = evaluate_domains(protocol, evaluation_input, seed=self._seed)
         if method.uses_labels:
             h = evaluation_input.features.test
 

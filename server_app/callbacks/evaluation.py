@@ -70,8 +70,7 @@ def draw_partition(folder: Path, client_data: ClientData | None) -> None:
     file = folder / "figures" / "partition.png"
     names, *rows = [line[1:MAX_NOTED] for line in client_data.shifts] or [[]]
     notes = [", ".join(f"{name} {value}" for name, value in zip(names, row, strict=True)) for row in rows]
-    if partition.groups is None:
-        save_partition_plot(file, client_data.parts, image_data.labels, image_data.classes, notes=notes)
-    else:
-        groups, kind = partition.groups, partition.kind
-        save_partition_plot(file, client_data.parts, groups, partition.names, kind=kind, notes=notes)
+    groups, of_groups, kind = partition.groups, partition.names, partition.kind
+    if groups is None:
+        groups, of_groups, kind = image_data.labels, image_data.classes, "class"
+    save_partition_plot(file, client_data.parts, groups, of_groups, kind=kind, notes=notes)

@@ -41,7 +41,7 @@ MAX_CACHED_MODELS = 8  # models whose features and predictions are kept for furt
 Scores = Mapping[str, Score]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PersonalizedResult:
     """Results of a client's encoder."""
 
@@ -74,10 +74,7 @@ def evaluate_personalized(
     for group, (clients, request) in requests.items():
         for client, model, layers in request_personalized_encoders(messenger, components, state, clients, request):
             global_test, local_test = evaluator(client, layers)
-            row = PersonalizedResult(
-                client=client, model=model, group=group, global_test=global_test, local_test=local_test
-            )
-            results.append(row)
+            results.append(PersonalizedResult(client, model, group, global_test, local_test))
     return sorted(results, key=lambda result: (list(requests).index(result.group), result.client))
 
 
