@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from html import escape
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -168,25 +168,18 @@ class NotebookProgress(PlainConsole):
 
     def open(self, rounds: int) -> None:
         display = sys.modules["IPython.display"].display  # of the notebook, which has imported it
-        self._display = display(_Progress(0, rounds, "preparing"), display_id=True)
+        self._display = display(_formats(0, rounds, "preparing"), raw=True, display_id=True)
 
     def show(self, snapshot: ProgressSnapshot) -> None:
         self._results, text = described(snapshot, self._results)
-        self._display.update(_Progress(snapshot.round, snapshot.rounds, text))
+        self._display.update(_formats(snapshot.round, snapshot.rounds, text), raw=True)
 
 
-class _Progress(NamedTuple):
-    """Progress of a run in rounds, as text and as HTML."""
-
-    round: int
-    rounds: int
-    text: str
-
-    def __repr__(self) -> str:
-        return f"{self.round}/{self.rounds}  {self.text}"
-
-    def _repr_html_(self) -> str:
-        return f'<progress value="{self.round}" max="{self.rounds}"></progress> {escape(repr(self))}'
+def _formats(round: int, rounds: int, text: str) -> dict[str, str]:
+    """Return the progress of a run as plain text and as HTML."""
+    plain = f"{round}/{rounds}  {text}"
+    html = f'<progress value="{round}" max="{rounds}"></progress> {escape(plain)}'
+    return {"text/plain": plain, "text/html": html}
 
 
 class _LogAboveBar(logging.Handler):

@@ -57,10 +57,10 @@ def without_times(file):
 
 def test_a_notebook_shows_one_line_that_changes(tmp_path, monkeypatch, capsys):
     shown_objects = []
-    handle = SimpleNamespace(update=shown_objects.append)
+    handle = SimpleNamespace(update=lambda formats, raw: shown_objects.append(formats))
     shell = SimpleNamespace(config={"IPKernelApp": {}})
     ipython = SimpleNamespace(get_ipython=lambda: shell)
-    display = SimpleNamespace(display=lambda shown, display_id: shown_objects.append(shown) or handle)
+    display = SimpleNamespace(display=lambda formats, raw, display_id: shown_objects.append(formats) or handle)
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     screen = make_screen(terminal=False)
@@ -73,12 +73,12 @@ def test_a_notebook_shows_one_line_that_changes(tmp_path, monkeypatch, capsys):
         screen.close()
     assert capsys.readouterr().out == "a warning\n"
     assert "round 12/200" in (tmp_path / "run.log").read_text()
-    assert list(map(repr, shown_objects)) == [
+    assert [formats["text/plain"] for formats in shown_objects] == [
         "0/200  preparing",
         "12/200  44 min left  loss 4.810  <knn> 61.3% (round 12)",
         "13/200  44 min left  loss 4.810  <knn> 61.3% (round 12)",
     ]
-    assert shown_objects[1]._repr_html_() == (
+    assert shown_objects[1]["text/html"] == (
         '<progress value="12" max="200"></progress> 12/200  44 min left  loss 4.810  &lt;knn&gt; 61.3% (round 12)'
     )
     shell.config = {}  # IPython in a terminal
