@@ -143,7 +143,7 @@ def missing_evaluations(settings: Settings) -> dict[str, str]:
     slots = {"evaluation": evaluation.protocol} if evaluation.every else {}
     for name, component in {**slots, "final_evaluation": evaluation.final_protocol}.items():
         protocol = check_protocol(component.instantiate())
-        problem = NO_SERVER_DATA
+        problem: str | None = NO_SERVER_DATA
         if settings.data.federated is not None:
             problem = evaluation_problem(settings.data, needs_labels=protocol.needs_labels)
         if problem and protocol.result_units(num_classes=2):

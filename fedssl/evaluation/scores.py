@@ -27,7 +27,8 @@ class Score:
     unit: str = ACCURACY  # or the displayed one, empty if there is none
     std: float | None = None  # over draws or models; None for one draw or model
     parts: Mapping[str, float] = field(default_factory=dict, hash=False)  # such as those of classes, by their names
-    num_images: int | None = None  # test images; None if it is unknown, or not the same for all models
+    # Test images; None if it is unknown, or not the same for all models. Results are equal by their values.
+    num_images: int | None = field(default=None, compare=False)
 
     @classmethod
     def over_draws(cls, values: Sequence[float], unit: str = ACCURACY) -> "Score":
