@@ -9,7 +9,7 @@
 import logging
 import os
 import unicodedata
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -21,7 +21,7 @@ from fedssl.datasets.formats import FORMAT_OF, SUFFIXES, is_zarr
 from fedssl.datasets.image_index import Query, SequenceIndex
 from fedssl.datasets.listing import Listing, ending_of
 from fedssl.datasets.sources import Source
-from fedssl.datasets.splits import HELD_OUT, is_held_out_of, matching, split_of
+from fedssl.datasets.splits import HELD_OUT, domain_of, is_held_out_of, matching, split_of
 from fedssl.errors import InputError, shortened
 from fedssl.logs import log_once
 
@@ -49,9 +49,12 @@ def list_split(source: Source, query: Query) -> SequenceIndex:
     listing = source.listing
     base, names = _find_splits(listing, query.split_folders, descend=folders in ("class", "none"))
     below = f"{listing.root}/{base}".rstrip("/")
-    parts = {name: _part(listing.below(f"{base}{name}", SUFFIXES), folders, compared=listing.linked) for name in names}
+    parts = {
+        name: _part(listing.below(f"{base}{name}", SUFFIXES), folders, domain=domain_of(name), compared=listing.linked)
+        for name in names
+    }
     parts = _without_lone_classes(parts) or {"train": _part(listing, folders)}
-    classes = _classes(parts.values())
+    classes = _classes(parts)
     warnings = _inner_splits(listing) if query.split_folders == "auto" and not names else ()
     empty = [name for part in parts.values() for name in part.empty]
     empty += [name for name in listing.subfolders(base) if names and name not in names]
@@ -156,9 +159,13 @@ def _are_splits(folder: str, names: Sequence[str], words: Sequence[str]) -> bool
     return not others
 
 
-def _part(listing: Listing, folders: str, *, compared: bool = False) -> _Part:
-    """Return the images of a listing with the names of their owners and classes, and identities to be compared."""
-    paths, levels = listing.paths, _LEVELS[folders]
+def _part(listing: Listing, folders: str, *, domain: str = "", compared: bool = False) -> _Part:
+    """Return the images of a listing with the names of their owners and classes, and identities to be compared.
+
+    All of them are in a folder with the name of the ``domain``, if there is one: trainA/1.png is read as train/A/1.png.
+    """
+    first, levels = f"{domain}/" if domain else "", _LEVELS[folders]
+    paths, below = ([f"{first}{path}" for path in listed] for listed in (listing.paths, listing.folders))
     start = _num_wrappers(paths) if folders == "class" and paths else 0
     depth = start + len(levels)
     columns: list[list[str]] = [[] for _ in levels]
@@ -171,10 +178,10 @@ def _part(listing: Listing, folders: str, *, compared: bool = False) -> _Part:
         for column, name in zip(columns, parents[start:], strict=True):
             column.append(_display(name))
     if num_loose and (folders != "class" or num_loose < len(paths)):
-        raise _layout_error(listing, loose, levels[loose.count("/") - start], folders)
-    files = [f"{listing.root}/{path}" for path in paths]
+        raise _layout_error(listing, loose.removeprefix(first), levels[loose.count("/") - start], folders)
+    files = [f"{listing.root}/{path}" for path in listing.paths]
     names = {} if num_loose else dict(zip(levels, columns, strict=True))
-    empty = [_display(folder.rpartition("/")[2]) for folder in listing.folders if folder.count("/") == depth - 1]
+    empty = [_display(folder.rpartition("/")[2]) for folder in below if folder.count("/") == depth - 1]
     identities = listing.identities() if compared else ()
     return _Part(listing.root, files, names, identities, sorted({*empty} - {*(columns or [[]])[-1]}))
 
@@ -236,19 +243,22 @@ def _joined(parts: Mapping[str, _Part], names: Sequence[str]) -> _Part:
     )
 
 
-def _classes(parts: Collection[_Part]) -> tuple[str, ...]:
+def _classes(parts: Mapping[str, _Part]) -> tuple[str, ...]:
     """Return the sorted classes of all splits; none if no split has a second class."""
-    if all(len(part.classes) < 2 for part in parts):
+    of_split = defaultdict[str, set[str]](set)  # which may have several folders
+    for name, part in parts.items():
+        of_split[split_of(name) or name] |= part.classes
+    if all(len(classes) < 2 for classes in of_split.values()):
         return ()
-    classes = sorted(set[str]().union(*(part.classes for part in parts)))
+    classes = sorted(set[str]().union(*of_split.values()))
     spellings: dict[str, list[str]] = {}
     for name in classes:
         spellings.setdefault(name.strip().casefold(), []).append(name)
     for names in spellings.values():
-        if len(names) > 1 and not any(part.classes.issuperset(names) for part in parts):
+        if len(names) > 1 and not any(map(set(names).issubset, of_split.values())):
             raise InputError(
                 f"the splits spell a class differently ({', '.join(map(repr, names))} in "
-                f"{', '.join(part.folder for part in parts)}); rename its folders"
+                f"{', '.join(part.folder for part in parts.values())}); rename its folders"
             )
     return tuple(classes)
 

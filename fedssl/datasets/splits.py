@@ -1,7 +1,8 @@
 """Splits in the names of files and folders, recognized by the words of Hugging Face's ``datasets``.
 
 A name is that of a split if it contains a word of exactly one split, in any case, between the ends of the name and the
-characters ``- . _``, spaces and digits: ``Training``, ``seg_test``, ``val2017``. ``unlabeled`` is a word, too.
+characters ``- . _``, spaces and digits: ``Training``, ``seg_test``, ``val2017``. ``unlabeled`` is a word, too. A
+capital letter that follows is a domain: ``trainA`` and ``testB``, as of CycleGAN.
 """
 
 import re
@@ -16,14 +17,19 @@ _WORDS = {
     "unlabeled": ("unlabeled",),
 }
 _SPLITS = {word: split for split, words in _WORDS.items() for word in words}
-_PATTERN = re.compile(rf"(?<![^-._ 0-9])({'|'.join(_SPLITS)})(?![^-._ 0-9])")
+_PATTERN = re.compile(rf"(?<![^-._ 0-9])((?i:{'|'.join(_SPLITS)}))((?<=[a-z])[A-Z])?(?![^-._ 0-9])")
 HELD_OUT = ("test", "validation")  # splits that are not for training; the first that exists is the test
 
 
 def split_of(name: str) -> str | None:
     """Return the split in a name: "train", "validation", "test" or "unlabeled"; None if it names none or several."""
-    found = {_SPLITS[word] for word in _PATTERN.findall(name.lower())}
+    found = {_SPLITS[word.lower()] for word, _ in _PATTERN.findall(name)}
     return found.pop() if len(found) == 1 else None
+
+
+def domain_of(name: str) -> str:
+    """Return the letter of a domain after the word of a split, such as "A" of "trainA"; empty if there is none."""
+    return next((letter for _, letter in _PATTERN.findall(name)), "")
 
 
 def split_of_word(word: str) -> str | None:

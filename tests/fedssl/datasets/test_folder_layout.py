@@ -179,6 +179,24 @@ def test_splits_inside_classes_are_a_warning(tmp_path: Path) -> None:
     assert list_split("train", root / "cable").warnings == ()
 
 
+def test_domains_behind_the_words_of_splits(tmp_path: Path) -> None:
+    """As in CycleGAN's data sets: trainA/1.png is read as train/A/1.png."""
+    root = touch(tmp_path / "data", *(f"{split}{name}/{n}.png" for split in SPLITS for name in "AB" for n in range(5)))
+    assert classes_of(root) == [("A", "B")] * 2
+    assert list_split("train", root).labels.tolist() == [0] * 5 + [1] * 5
+    assert {Path(file).parent.name for file in list_split("test", root).files} == {"testA", "testB"}
+    owners = list_split("train", root, folders="owner")
+    assert (owners.owner_names, owners.owners.tolist()) == (("A", "B"), [0] * 5 + [1] * 5)
+    with pytest.raises(InputError, match=r"/testA holds 5 loose images but dataset.folders=owner/class needs sub"):
+        list_split("train", root, folders="owner/class")
+    assert classes_of(touch(tmp_path / "one", "trainA/1.png", "testA/1.png")) == [(), ()]
+    assert (
+        classes_of(touch(tmp_path / "deep", *(f"{s}B/{name}/1.png" for s in SPLITS for name in "xy")))
+        == [("x", "y")] * 2
+    )
+    assert classes_of(touch(tmp_path / "words", "VALE/1.png", "TESTS/1.png", "trainAB/1.png"))[1] is None
+
+
 def test_links_between_splits(tmp_path: Path) -> None:
     root = touch(tmp_path / "data", "train/a/1.png", "train/b/2.png", "test/b/3.png")
     (root / "test" / "a").symlink_to(root / "train" / "a")
