@@ -6,6 +6,7 @@ has no label if its value is null, NaN, negative or blank.
 """
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,11 @@ from fedssl.datasets.column_types import is_bytes, is_text
 from fedssl.datasets.holdout import NO_LABEL
 from fedssl.datasets.tables import column_of, num_rows, schema_of
 from fedssl.errors import InputError
+from fedssl.logs import log_once
 
 MAX_NUMBER = 2**16  # larger numbers are identifiers, such as those of species: they count as names
 Source = TypeVar("Source")
-_OFF = "dataset.label=null for no labels"
+_OFF = "dataset.label=null where no labels are needed"
 
 
 @dataclass(frozen=True)
@@ -71,17 +73,13 @@ def missing_labels(labels: np.ndarray, files: Sequence[Path], column: str, *, sp
 
 def joined(parts: Mapping[Source, LabelColumn], column: str) -> tuple[dict[Source, np.ndarray], tuple[str, ...]]:
     """Return the labels of each source by one list of classes, and their names."""
-    labels, classes = _join(list(parts.values()), column)
-    return dict(zip(parts, labels, strict=True)), classes
-
-
-def _join(columns: Sequence[LabelColumn], column: str) -> tuple[list[np.ndarray], tuple[str, ...]]:
-    used = [part for part in columns if not part.is_empty]
+    used = [part for part in parts.values() if not part.is_empty]
     numbered = [part for part in used if part.names is None]
     if len(numbered) == len(used):
         if max((int(part.values.max()) for part in used), default=0) < MAX_NUMBER:
-            return [part.values for part in columns], ()
-        columns = used = [_by_name(part) for part in columns]
+            return {source: part.values for source, part in parts.items()}, ()
+        parts = {source: _by_name(part) for source, part in parts.items()}
+        used = list(parts.values())
     elif numbered:
         named = next(part for part in used if part.names is not None)
         raise InputError(
@@ -92,12 +90,12 @@ def _join(columns: Sequence[LabelColumn], column: str) -> tuple[list[np.ndarray]
     every = {name for part in used for name in part.names or ()}
     lists = [part.names for part in used if part.names and every.issubset(part.names)]
     classes = lists[0] if lists else tuple(sorted(every))
-    return [part.values if part.is_empty else _renumbered(part, classes) for part in columns], classes
+    return {source: _renumbered(part, classes) for source, part in parts.items()}, classes
 
 
 def _renumbered(part: LabelColumn, classes: Sequence[str]) -> np.ndarray:
     names = part.names or ()
-    if names == classes:
+    if part.is_empty or names == classes:
         return part.values
     number = {name: index for index, name in enumerate(classes)}
     if len(number) < len(classes):
@@ -131,23 +129,29 @@ def label_column(source: object, column: str, array: pa.Array, names: tuple[str,
     kind = array.type.value_type if pa.types.is_dictionary(array.type) else array.type
     try:
         if is_text(kind) or is_bytes(kind):
-            return _text(source, array.cast(pa.string()))
+            return _text(source, column, array.cast(pa.string()))
         values = _floats(array.cast(pa.float64())) if pa.types.is_floating(kind) else _integers(array, kind)
     except pa.ArrowException as error:
-        several = "several labels per image" if pa.types.is_nested(kind) else str(error)
+        several = "several labels per image, for evaluation=multi_label" if pa.types.is_nested(kind) else str(error)
         raise InputError(
             f"dataset.label={column} is of type {kind} in {source} ({several}); one class per image is needed, as an "
             f"integer or a name: give another column, or {_OFF}"
         ) from error
+    if pa.types.is_integer(kind) and not array.null_count and {*np.unique(values)} == {-1, 1}:
+        line = f"{source}: dataset.label={column}: -1 is read as no label; write 0 and 1 if these are two classes"
+        log_once(logging.WARNING, line)
     known = len(names) > values.max(initial=NO_LABEL)  # others describe another column
     return LabelColumn(source, np.where(values < 0, NO_LABEL, values), names if names and known else None)
 
 
-def _text(source: object, array: pa.Array) -> LabelColumn:
-    """Return the labels of a column of names, which are sorted."""
+def _text(source: object, column: str, array: pa.Array) -> LabelColumn:
+    """Return the labels of a column of names, which are sorted; log a warning if these are joined by bars."""
     encoded = array.dictionary_encode()
     written = [name.strip() for name in encoded.dictionary.to_pylist()]
     names = tuple(sorted({name for name in written if name}))
+    if found := next((name for name in names if "|" in name), None):
+        line = f"{source}: dataset.label={column} has names such as {found!r}, each of which is one class; for several "
+        log_once(logging.WARNING, f"{line}labels per image use evaluation=multi_label 'evaluation.columns=[{column}]'")
     number = {name: index for index, name in enumerate(names)}
     of_index = np.array([*(number.get(name, NO_LABEL) for name in written), NO_LABEL])
     return LabelColumn(source, of_index[_integers(encoded.indices, encoded.indices.type)], names)
@@ -155,32 +159,18 @@ def _text(source: object, array: pa.Array) -> LabelColumn:
 
 def _floats(array: pa.Array) -> np.ndarray:
     """Return whole numbers as integers; NaN and null are missing, as pandas writes them."""
-    values = np.where(_is_null(array), np.nan, _buffer(array, np.float64))
-    missing = np.isnan(values)
-    values[missing] = NO_LABEL
+    values = np.from_dlpack(array.fill_null(np.nan))
+    values = np.where(np.isnan(values), NO_LABEL, values)
     wrong = values[values != np.clip(np.floor(values), -(2.0**53), 2.0**53)]
     if len(wrong):
-        raise pa.ArrowInvalid(f"it has the value {wrong[0]:g}")
+        raise pa.ArrowInvalid(f"it has the value {wrong[0]:g}, for evaluation=regression")
     return values.astype(np.int64)
 
 
 def _integers(array: pa.Array, kind: pa.DataType) -> np.ndarray:
     if not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind)):
         raise pa.ArrowInvalid("it holds no classes")
-    whole = array if array.type == pa.int64() else array.cast(pa.int64())
-    return np.where(_is_null(whole), NO_LABEL, _buffer(whole, np.int64))
-
-
-def _is_null(array: pa.Array) -> np.ndarray | bool:
-    if not array.null_count:
-        return False
-    is_null: np.ndarray = _buffer(array.is_null().cast(pa.uint8()), np.uint8).astype(bool)
-    return is_null
-
-
-def _buffer(array: pa.Array, dtype: type) -> np.ndarray:
-    """Return the values of an array; pyarrow's own conversion imports pandas, which takes seconds."""
-    return np.frombuffer(array.buffers()[1] or b"", dtype)[array.offset : array.offset + len(array)]
+    return np.from_dlpack(array.cast(pa.int64()).fill_null(NO_LABEL))  # pyarrow's conversion imports pandas: seconds
 
 
 def class_names(schema: pa.Schema, column: str) -> tuple[str, ...]:

@@ -64,12 +64,18 @@ def test_names_beside_numbers_are_refused_if_rows_have_labels(tmp_path: Path) ->
     [
         (
             pa.array([[1, 2], [0]]),
-            r"of type list<.*> in .* \(several labels per image\); one class per image is needed",
+            r"of type list<.*> in .* \(several labels per image, for evaluation=multi_label\); one class per image is",
         ),
-        (pa.array([0.5, 1.0]), r"of type double in .*train\.parquet \(it has the value 0\.5\)"),
-        (pa.array([float("inf")]), r"of type double .* \(it has the value inf\)"),
+        (
+            pa.array([0.5, 1.0]),
+            r"of type double in .*train\.parquet \(it has the value 0\.5, for evaluation=regression\)",
+        ),
+        (pa.array([float("inf")]), r"of type double .* \(it has the value inf, .*\)"),
         (pa.array([2**63], pa.uint64()), r"of type uint64 .* not in range"),
-        (pa.array([b"\xff"]), r"of type binary .*; one class per image .* or dataset\.label=null for no labels$"),
+        (
+            pa.array([b"\xff"]),
+            r"of type binary .*; one class per image .* or dataset\.label=null where no labels are needed$",
+        ),
         (pa.array([0], pa.date32()), r"of type date32\[day\] in .* \(it holds no classes\)"),
     ],
 )
@@ -77,3 +83,21 @@ def test_other_types_are_one_sentence(tmp_path: Path, column: pa.Array, message:
     file = write(tmp_path / "train.parquet", column)
     with pytest.raises(InputError, match=r"^dataset\.label=label is " + message):
         read_labels([file], "label", data_set=[file])
+
+
+@pytest.mark.parametrize(
+    ("column", "labels", "message"),
+    [
+        (pa.array(["a|b", "a", None]), [1, 0, -1], "'a|b', each of which is one class; for several labels per image"),
+        (pa.array([-1, 1, -1]), [-1, 1, -1], "-1 is read as no label; write 0 and 1 if these are two classes"),
+        (pa.array([None, 1, -1]), [-1, 1, -1], None),
+        (pa.array([-1, 1, 0]), [-1, 1, 0], None),
+    ],
+)
+def test_labels_that_may_be_misread_are_a_warning(
+    tmp_path: Path, column: pa.Array, labels: list[int], message: str | None, log_again: None, caplog
+) -> None:
+    file = write(tmp_path / "train.parquet", column)
+    assert read_labels([file], "label", data_set=[file])[0].tolist() == labels
+    assert caplog.messages == [line for line in caplog.messages if message is not None and message in line]
+    assert bool(caplog.messages) == (message is not None)
