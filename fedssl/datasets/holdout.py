@@ -34,10 +34,7 @@ def stratified_holdout(
     """
     labeled = np.flatnonzero(labels != NO_LABEL)
     _, codes, sizes = np.unique(labels[labeled], return_inverse=True, return_counts=True)
-    shares = sizes * fraction
-    quota = np.floor(shares).astype(int)
-    quota[np.argsort(quota - shares, kind="stable")[: round(len(labeled) * fraction) - quota.sum()]] += 1
-    quota = np.minimum(quota, sizes - 1)
+    quota = np.minimum(rounded(sizes * fraction, round(len(labeled) * fraction)), sizes - 1)
     generator = numpy_generator(_FIXED_SEED, "hold out")
     if groups is not None:
         group_codes = np.unique(groups, return_inverse=True)[1]
@@ -50,6 +47,13 @@ def stratified_holdout(
     drawn = [indices[:size] for indices, size in zip(members, quota, strict=True)]
     test = np.concatenate([labeled[:0], *drawn])
     return np.setdiff1d(np.arange(len(labels)), test), np.sort(test)
+
+
+def rounded(shares: np.ndarray, total: int) -> np.ndarray:
+    """Return integers with this total: the floor of every share, and one more for the largest remainders."""
+    numbers: np.ndarray = np.floor(shares).astype(np.int64)
+    numbers[np.argsort(numbers - shares, kind="stable")[: total - numbers.sum()]] += 1
+    return numbers
 
 
 def _drawn_groups(

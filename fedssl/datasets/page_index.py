@@ -134,24 +134,22 @@ def _has_several(file: FilePath, pages: str) -> bool:
 def _count(file: FilePath, decoding: Decoding, uncounted: list[str]) -> int:
     """Return the number of pages; 1 of a file that cannot be opened, or is added to ``uncounted``."""
     try:
-        return _cached_count(
+        count = _cached_count(
             str(file), Path(file).stat().st_mtime_ns, decoding.max_pixels, decoding.channels, decoding.video_interval
         )
-    except _CountError as error:
-        uncounted.append(f"{file} ({error})")
     except Exception:  # a damaged file can raise any exception; it is reported when it is decoded
-        pass
-    return 1
-
-
-class _CountError(Exception):
-    """The pages of a file that can be opened cannot be counted."""
+        return 1
+    if isinstance(count, str):
+        uncounted.append(f"{file} ({count})")
+        return 1
+    return count
 
 
 @lru_cache(maxsize=2**17)  # every split lists its files
-def _cached_count(file: str, modified: int, max_pixels: int, channels: int, interval: float) -> int:
+def _cached_count(file: str, modified: int, max_pixels: int, channels: int, interval: float) -> int | str:
+    """Return the number of pages; the reason if those of a file that can be opened cannot be counted."""
     with open_pages(file, max_pixels=max_pixels, channels=channels, video_interval=interval) as opened:
         try:
             return opened.count
         except Exception as error:  # as above
-            raise _CountError(unreadable_reason(error)) from error
+            return unreadable_reason(error)

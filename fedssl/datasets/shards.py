@@ -76,7 +76,9 @@ def _table(file: Path, _modified: int) -> pa.Table:
         kind = "tar file of gzip" if is_compressed(file) else "uncompressed tar file"
         raise pa.ArrowInvalid(f"it is no {kind}: {error}") from error
     named = {member.name.removeprefix("./"): member for member in members}  # the last of several with a name
-    named = {name: member for name, member in named.items() if not any(map(is_hidden, {*_parts(name)} - {".", ".."}))}
+    named = {
+        name: member for name, member in named.items() if not any(map(is_hidden, {*name.split("/")} - {".", ".."}))
+    }
     samples: dict[str, dict[str, tarfile.TarInfo]] = {}
     for (key, ending), member in zip(_keyed(list(named)), named.values(), strict=True):
         if ending in _TEXTS or _is_image(ending):
@@ -149,7 +151,7 @@ def _rows(
 ) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield the columns of each sample, and its number of images."""
     for key, members in samples.items():
-        folders = _parts(key)[:-1]
+        folders = key.split("/")[:-1]
         place, split = next(((n, found) for n, name in enumerate(folders) if (found := split_of(name))), (-1, None))
         row: dict[str, Any] = {KEY: key, "folder": "/".join(folders[place + 1 :])}
         row |= {} if split is None else {"split": split}
@@ -171,21 +173,12 @@ def _scalars(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     values = found.items() if isinstance(found, dict) else ()
-    return {
-        name: value for name, value in values if all(map(_is_scalar, value if isinstance(value, list) else [value]))
-    }
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, str | int | float | bool)
+    parts = {name: value if isinstance(value, list) else [value] for name, value in values}
+    return {name: value for name, value in values if all(isinstance(part, str | int | float) for part in parts[name])}
 
 
 def _is_image(ending: str) -> bool:
     return ending_of(f"x.{ending}") in IMAGE_SUFFIXES
-
-
-def _parts(name: str) -> list[str]:
-    return name.split("/")
 
 
 def _column(values: list[Any]) -> pa.Array:

@@ -9,6 +9,7 @@ each client its own mix of classes, and a class that is used up is replaced by t
 import numpy as np
 
 from fedssl.config.constraints import check_arguments
+from fedssl.datasets.holdout import rounded
 from fedssl.errors import InputError
 from fedssl.partition.partition import PartitionInput
 from fedssl.partition.partitioners import checked, image_order, labeled, with_unlabeled
@@ -41,18 +42,12 @@ def quantity(
         weights = np.exp(spread * generator.standard_normal(data.num_clients))
     else:
         weights = (1.0 + generator.permutation(data.num_clients)) ** -spread
-    sizes = min_size + rounded(weights / weights.sum(), len(order) - data.num_clients * min_size)
+    rest = len(order) - data.num_clients * min_size
+    sizes = min_size + rounded(weights / weights.sum() * rest, rest)
     if labels is None or alpha is None:
         return checked(np.split(order, np.cumsum(sizes)[:-1]), data.num_images)
     parts = _mixed(order, labels[order], sizes, alpha, numpy_generator(data.seed, "partition", "mixes"))
     return with_unlabeled(parts, data, labels)
-
-
-def rounded(shares: np.ndarray, total: int) -> np.ndarray:
-    """Return integers with this total: the floor of every share of it, and one more for the largest remainders."""
-    numbers: np.ndarray = np.floor(shares * total).astype(np.int64)
-    numbers[np.argsort(numbers - shares * total, kind="stable")[: total - numbers.sum()]] += 1
-    return numbers
 
 
 def _mixed(
@@ -68,7 +63,7 @@ def _mixed(
             available = np.array([len(rows) for rows in left])
             shares = np.where(available > 0, mix, 0.0)
             shares = available / available.sum() if not shares.sum() > 0 else shares / shares.sum()
-            counts = np.minimum(rounded(shares, missing), available)
+            counts = np.minimum(rounded(shares * missing, missing), available)
             drawn += [rows[:count] for rows, count in zip(left, counts, strict=True)]
             left = [rows[count:] for rows, count in zip(left, counts, strict=True)]
         parts[client] = np.concatenate([order[:0], *drawn])

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from fedssl.datasets.holdout import rounded
 from fedssl.errors import InputError
 from fedssl.partition import quantity
-from fedssl.partition.quantity import rounded
 from fedssl.seeding import derive_seed
 from tests.fedssl.partition.made import partition_input
 
@@ -20,7 +20,7 @@ def split(distribution: str, spread: float, *, num_clients: int = 8, alpha=None,
 
 def test_rounded_numbers_have_the_total() -> None:
     # 0.5, 0.3, 0.2 of 7: 3.5, 2.1, 1.4. The floors 3, 2, 1 lack one, which the largest remainder, 0.5, gets.
-    assert rounded(np.array([0.5, 0.3, 0.2]), 7).tolist() == [4, 2, 1]
+    assert rounded(np.array([3.5, 2.1, 1.4]), 7).tolist() == [4, 2, 1]
 
 
 @pytest.mark.parametrize("alpha", [None, 0.5])
