@@ -61,18 +61,20 @@ def _table(file: Path, _modified: int) -> pa.Table:
         dates = [column.cast(pa.string()) if pa.types.is_temporal(column.type) else column for column in table.columns]
         return pa.table(dates, table.column_names)
     text, delimiter = csv_text(file)
+    text = re.sub(rf"^[{re.escape(delimiter)} \r]+\n", "", text + "\n", flags=re.MULTILINE)  # empty lines of Excel
     parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     convert = csv.ConvertOptions(strings_can_be_null=True)
     table = csv.read_csv(pa.BufferReader(text.encode()), parse_options=parse, convert_options=convert)
     convert = csv.ConvertOptions(column_types=dict.fromkeys(table.column_names, pa.string()))
     texts = csv.read_csv(pa.BufferReader(text.encode()), parse_options=parse, convert_options=convert)
     names = [name.strip() for name in table.column_names]
+    named = [name for name in names if name]  # Excel writes further columns that are empty
     if found := next(filter(names_image, names), None):
         raise pa.ArrowInvalid(f"its first line has the file {found}; write names of the columns above, as path,label")
-    if len({*names}) < len(names):
+    if len({*named}) < len(named):
         raise pa.ArrowInvalid(f"two of its columns {', '.join(names)} have the same name")
     columns = zip(names, table.columns, texts.columns, strict=True)
-    return pa.table([_as_written(f"{file}: {name}", *both) for name, *both in columns], names)
+    return pa.table([_as_written(f"{file}: {name}", *both) for name, *both in columns if name], named)
 
 
 def _as_written(name: str, column: pa.ChunkedArray, texts: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -1,14 +1,16 @@
-"""Arrays of images in an NPZ file of NumPy, such as those of MedMNIST: ``train_images``, ``train_labels``, ...
+"""Arrays of images in NPZ files of NumPy, such as those of MedMNIST: ``train_images``, ``train_labels``, ...
 
 Images are ``(n, height, width)``, ``(n, height, width, channels)`` or ``(n, channels, height, width)``. Each becomes an
 NPY file in memory, which is decoded like an image file.
+
+Several files are one data set if each has one array of images. A file then belongs to the split that its name names,
+see `fedssl.datasets.split_files`, and with ``folders=owner`` to one owner.
 """
 
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,8 @@ from fedssl.datasets.image_index import Place, Query, RecordSequence, SequenceIn
 from fedssl.datasets.labels import joined, label_column
 from fedssl.datasets.npy import as_images, npy_bytes, read_header
 from fedssl.datasets.sources import Source
-from fedssl.datasets.split_files import split_in
-from fedssl.datasets.splits import HELD_OUT, is_held_out_of, matching, split_of, split_of_word
+from fedssl.datasets.split_files import split_files, split_in
+from fedssl.datasets.splits import chosen_parts, split_of
 from fedssl.errors import InputError, sanitize, shortened
 from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.safe_io import open_regular_file
@@ -31,77 +33,93 @@ from fedssl.safe_io import open_regular_file
 _SHARE = 2  # an array needs at most one part in two of the available memory
 _IMAGES, _LABELS = ("images", "image", "x"), ("label", "labels", "y")  # parts of the names of arrays
 
+_Part = tuple[Path, str]  # a file, and the name of an array of images in it
 
-def index_file(source: Source, file: Path, query: Query, *, is_alone: bool = True) -> "ArrayIndex | None":
-    """Return the images of a file; None if it has none of the split. One of several files has those of one split."""
-    with _opened(file) as archive:
-        names = _array_names(archive, _IMAGES if query.image is None else (query.image,), file=file)
-        if not is_alone:
-            query = replace(query, split=_only_split(source, file, names), test_fraction=0.0)
-        shared = query.test_fraction > 0 and not any(split_of(name) in HELD_OUT for name in names)
-        split = "train" if shared and split_of_word(query.split) in HELD_OUT else query.split
-        source.log(f"arrays {shortened(archive.files)}")
-        name = _of_split(split, names, file=file)
-        if name is None:
-            return None
-        split = split_of(name) or split  # of its labels
-        train = matching("train", names) or [name for name in names if not any(map(split_of, names))]
-        shared = shared and is_held_out_of([name], train, split=query.split, fraction=query.test_fraction)
-        shape, dtype = _header(archive, name)
-        _check_pixels(shape, dtype, query.decoding.channels, f"{file}: {name}")
-        labels, classes = _labels(archive, query, split, shape[0], file=file)
-        owners, owner_names = _numbered(archive, query.owner, split, shape[0], file=file)
-        groups, group_names = _numbered(archive, query.group, split, shape[0], file=file)
-    if query.owner is None and not is_alone and query.folders.startswith("owner"):
-        owners, owner_names = np.zeros(shape[0], np.int64), (file.stem,)
-    missing = 0 if labels is None else int((labels == NO_LABEL).sum())
-    warnings = (f"{file}: {missing:,} of the {shape[0]:,} {name} have no label",) if missing else ()
-    if query.label is not None and labels is None:
-        warnings = (f"{file}: {name} has no labels; set dataset.label to a part of their name",)
+
+def index_arrays(source: Source, query: Query) -> "ArrayIndex | None":
+    """Return the images of one or several files; None if there are none of the split."""
+    files = dict(sorted(source.files.items()))
+    listed = [(file, array) for file, name in files.items() for array in _image_arrays(source, file, name, query)]
+    chosen, shared = _of_split(source, listed, query)
+    if not chosen:
+        return None
+    counts = {part: _count(part, query.decoding.channels) for part in chosen}
+    numbers = list(counts.values())
+    labels, classes, warnings = _labels(query, listed, counts)
+    owners, groups = (_values(counts, column) for column in (query.owner, query.group))
+    if query.owner is None and len(files) > 1 and query.folders.startswith("owner"):
+        owners = [np.full(count, file.stem) for (file, _), count in counts.items()]
+    names = [name for _, name in chosen]
     return ArrayIndex(
         name=query.name,
-        count=shape[0],
+        count=sum(numbers),
         decoding=query.decoding,
-        files=[file],
-        num_in_files=shape[0],
-        key={"reader": "npz", "image": name},
+        files=[file for file, _ in chosen],
+        num_in_files=sum(numbers),
+        key={"reader": "npz", "image": names if len(files) > 1 else names[0]},
         images=ArrayImages(
-            [(file, name)], np.zeros(shape[0], np.int64), np.arange(shape[0]), channels=query.decoding.channels
+            chosen,
+            np.repeat(np.arange(len(chosen)), numbers),
+            np.concatenate([np.arange(number) for number in numbers]),
+            channels=query.decoding.channels,
         ),
         labels=labels,
         classes=classes,
-        owners=owners,
-        owner_names=owner_names,
-        groups=groups,
-        group_names=group_names,
         warnings=warnings,
         shared=shared,
+        **_numbered("owner", owners),
+        **_numbered("group", groups),
     )
 
 
-def _only_split(source: Source, file: Path, names: Sequence[str]) -> str:
-    """Return the split of the only array of images of one of several files; `InputError` if its name has another."""
-    of_name, of_file = split_of(names[0]), split_in(source.files[file])
-    if len(names) > 1 or (of_name or of_file) != of_file:
+def _image_arrays(source: Source, file: Path, name: str, query: Query) -> list[str]:
+    """Return the arrays of images of a file; of several files each must have one, of the split in the file's name."""
+    with _opened(file) as archive:
+        names = _array_names(archive, _IMAGES if query.image is None else (query.image,), file=file)
+        source.log(f"arrays {shortened(archive.files)}")
+    number, of_file = len(source.listing.paths), split_in(name)
+    if number > 1 and (len(names) > 1 or (split_of(names[0]) or of_file) != of_file):
         raise InputError(
-            f"{source.path} holds {len(source.files)} NPZ files, and {file.name} has {shortened(names)}; give "
+            f"{source.path} holds {number} NPZ files, and {file.name} has {shortened(names)}; give "
             "one of these files, or write one array of images to each, and its split into the name of the file"
         )
-    return of_name or "train"
+    return names
 
 
-def _numbered(
-    archive: NpzFile, column: str | None, split: str, number: int, *, file: Path
-) -> tuple[np.ndarray | None, tuple[str, ...]]:
-    """Return the number of the owner or group of each image of a split, and their names; None without a column."""
+def _of_split(source: Source, listed: Sequence[_Part], query: Query) -> tuple[list[_Part], bool]:
+    """Return the arrays of the images of a split, and whether a test share of them is held out."""
+    if len(source.listing.paths) > 1:
+        files, shared = split_files(source, query)
+        return [part for part in listed if part[0] in {*files}], shared
+    names = {part: part[1] for part in listed}
+    kinds = {part: split_of(name) for part, name in names.items()}
+    chosen, shared = chosen_parts(names, kinds, split=query.split, fraction=query.test_fraction)
+    if len(chosen) > 1:
+        found = sanitize(", ".join(names[part] for part in chosen))
+        raise InputError(f"{chosen[0][0]} has several arrays of the split {query.split!r}: {found}; keep one")
+    return chosen, shared
+
+
+def _values(counts: Mapping[_Part, int], column: str | None) -> list[np.ndarray] | None:
+    """Return the owners or the groups of the images of each part; None without a column."""
     if column is None:
-        return None, ()
-    name = _of_split(split, _array_names(archive, (column,), file=file), file=file)
-    values = None if name is None else _load(archive, name, file=file)
-    if values is None or values.ndim == 0 or values.size != number or values.dtype.kind not in "iuUS":
-        raise InputError(f"{file}: {name or column} has no text or integer for each of the {number} images; correct it")
-    found, numbers = np.unique(values.reshape(-1), return_inverse=True)
-    return numbers, tuple(map(str, found.tolist()))
+        return None
+    found = []
+    for (file, images), count in counts.items():
+        values = _column(file, column, images)
+        if values is None or values.ndim == 0 or values.size != count or values.dtype.kind not in "iuUS":
+            raise InputError(f"{file}: {column} has no text or integer for each of the {count} images; correct it")
+        found.append(values.reshape(-1))
+    return found
+
+
+def _numbered(what: str, values: Sequence[np.ndarray] | None) -> dict[str, Any]:
+    """Return the numbers of owners or groups, and their names, as fields of an index."""
+    if values is None:
+        return {}
+    together = values[0] if len(values) == 1 else np.concatenate([part.astype(str) for part in values])
+    names, numbers = np.unique(together, return_inverse=True)
+    return {f"{what}s": numbers, f"{what}_names": tuple(map(str, names.tolist()))}
 
 
 class ArrayIndex(SequenceIndex):
@@ -113,14 +131,15 @@ class ArrayIndex(SequenceIndex):
         return [Place(file, f"{name}, {row}") for file, name, row in map(self.images.place, rows)]
 
     def values(self, name: str) -> Sequence[Any]:
-        columns: dict[tuple[Path, str], np.ndarray] = {}
+        columns: dict[_Part, np.ndarray | None] = {}
         values = []
         for file, images, row in map(self.images.place, range(self.count)):
             if (file, images) not in columns:
                 columns[file, images] = _column(file, name, images)
-            if row >= len(columns[file, images]):
+            column = columns[file, images]
+            if column is None or row >= len(column):
                 raise InputError(f"{file} has no array {name!r} for each of {images}; name another one")
-            values.append(columns[file, images][row])
+            values.append(column[row])
         return values
 
 
@@ -131,9 +150,7 @@ class ArrayImages(RecordSequence):
     image's array among these and of its row.
     """
 
-    def __init__(
-        self, arrays: Sequence[tuple[Path, str]], numbers: np.ndarray, rows: np.ndarray, *, channels: int
-    ) -> None:
+    def __init__(self, arrays: Sequence[_Part], numbers: np.ndarray, rows: np.ndarray, *, channels: int) -> None:
         self.arrays, self._numbers, self._rows, self._channels = arrays, numbers, rows, channels
         self._array = cache(self._read_array)
 
@@ -157,13 +174,12 @@ class ArrayImages(RecordSequence):
         return npy_bytes(self._array(int(self._numbers[index]))[self._rows[index]])
 
 
-def _column(file: Path, name: str, images: str) -> np.ndarray:
-    """Return an array of further values of the ``images`` of a file; empty if their split has none."""
-    split = split_of(images)
+def _column(file: Path, name: str, images: str) -> np.ndarray | None:
+    """Return an array of further values of the ``images`` of a file; None if their split has none."""
     with _opened(file) as archive:
         names = _array_names(archive, (name,), file=file)
-        chosen = _of_split(split, names, file=file) if split else names[0]
-        return np.empty(0) if chosen is None else _load(archive, chosen, file=file)
+        chosen = _matching(images, names, file=file)
+        return None if chosen is None else _load(archive, chosen, file=file)
 
 
 @contextmanager
@@ -200,14 +216,15 @@ def _array_names(archive: NpzFile, parts: Sequence[str], *, file: Path, required
     return names
 
 
-def _of_split(split: str, names: Sequence[str], *, file: Path) -> str | None:
-    """Return the array of a split; None if only other splits have one."""
-    chosen = matching(split, names) or (matching("validation", names) if split == "test" else [])
-    if split_of_word(split) == "train" and not any(map(split_of, names)):
-        chosen = list(names)
-    if len(chosen) > 1:
-        raise InputError(f"{file} has several arrays of the split {split!r}: {sanitize(', '.join(chosen))}; keep one")
-    return chosen[0] if chosen else None
+def _matching(images: str, names: Sequence[str], *, file: Path) -> str | None:
+    """Return the array of the split of some images; None if only other splits have one."""
+    kinds = {name: split_of(name) for name in names}
+    kind = split_of(images)
+    found = [name for name in names if kinds[name] == kind]
+    found = found or [name for name in names if {kinds[name], kind} == {None, "train"}]
+    if len(found) > 1:
+        raise InputError(f"{file} has several arrays for {images}: {sanitize(', '.join(found))}; keep one")
+    return found[0] if found else None
 
 
 def _header(archive: NpzFile, name: str) -> tuple[tuple[int, ...], np.dtype]:
@@ -231,17 +248,21 @@ def _load(archive: NpzFile, name: str, *, file: Path) -> np.ndarray:
     return array
 
 
-def _check_pixels(shape: tuple[int, ...], dtype: np.dtype, channels: int, name: str) -> None:
-    """Raise an `InputError` unless an array has images."""
+def _count(part: _Part, channels: int) -> int:
+    """Return the number of images of an array; `InputError` if it has none."""
+    file, name = part
+    with _opened(file) as archive:
+        shape, dtype = _header(archive, name)
     if len(shape) not in (3, 4) or dtype.kind not in "biuf":
         raise InputError(
-            f"{name} has shape {shape} and dtype {dtype}; images are numbers (n, height, width), or with channels "
-            "in front of or behind the height and width"
+            f"{file}: {name} has shape {shape} and dtype {dtype}; images are numbers (n, height, width), or with "
+            "channels in front of or behind the height and width"
         )
     try:
         _stack(np.broadcast_to(np.zeros((), dtype), shape), channels)
     except ValueError as error:
-        raise InputError(f"{name}: {error}") from error
+        raise InputError(f"{file}: {name}: {error}") from error
+    return shape[0]
 
 
 def _stack(array: np.ndarray, channels: int) -> np.ndarray:
@@ -250,27 +271,39 @@ def _stack(array: np.ndarray, channels: int) -> np.ndarray:
 
 
 def _labels(
-    archive: NpzFile, query: Query, split: str, number: int, *, file: Path
-) -> tuple[np.ndarray | None, tuple[str, ...]]:
-    """Return the labels of the ``number`` images of a split, None if it has none, and the classes of all splits."""
+    query: Query, listed: Sequence[_Part], counts: Mapping[_Part, int]
+) -> tuple[np.ndarray | None, tuple[str, ...], tuple[str, ...]]:
+    """Return the labels of the images of some parts, None if they have none, the classes of all, and warnings."""
     if query.label is None:
-        return None, ()
-    is_explicit = query.image is not None
-    names = _array_names(archive, (query.label, *(() if is_explicit else _LABELS)), file=file, required=is_explicit)
-    chosen = _of_split(split, names, file=file)
-    if chosen is None:
-        return None, ()
+        return None, (), ()
     columns = {}
-    for name in (name for name in names if name == chosen or split_of(name)):
-        array = _load(archive, name, file=file)
+    parts = (query.label, *(() if query.image is not None else _LABELS))
+    for file, images in listed:
+        with _opened(file) as archive:
+            names = _array_names(archive, parts, file=file, required=query.image is not None)
+            name = _matching(images, names, file=file)
+            if name is None:
+                continue
+            array = _load(archive, name, file=file)
         array = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
-        if array.ndim != 1 or (name == chosen and len(array) != number):
+        number = counts.get((file, images))  # None of another split
+        if array.ndim != 1 or number not in (None, len(array)):
             several = "set dataset.label=null for several labels, which evaluation=multi_label "
             several += "evaluation.columns=[labels] uses"
             raise InputError(
-                f"{file}: {name} has shape {array.shape}, but {number} images have one class each; "
+                f"{file}: {name} has shape {array.shape}, but {number or 'its'} images have one class each; "
                 f"{several if array.ndim > 1 else 'correct it, or set dataset.label=null'}"
             )
-        columns[name] = label_column(f"{file}: {name}", query.label, pa.array(array))
-    labels, classes = joined(columns, query.label)
-    return labels[chosen], classes
+        columns[file, images] = label_column(f"{file}: {name}", query.label, pa.array(array))
+    by_part, classes = joined(columns, query.label)
+    labels = {part: by_part.get(part, np.full(count, NO_LABEL)) for part, count in counts.items()}
+    warnings = list[str]()
+    for (file, name), found in labels.items():
+        missing = int((found == NO_LABEL).sum())
+        if (file, name) not in by_part:
+            warnings.append(f"{file}: {name} has no labels; set dataset.label to a part of their name")
+        elif missing:
+            warnings.append(f"{file}: {missing:,} of the {len(found):,} {name} have no label")
+    together = np.concatenate(list(labels.values()))
+    is_labeled = bool((together != NO_LABEL).any())
+    return together if is_labeled else None, classes if is_labeled else (), tuple(warnings)

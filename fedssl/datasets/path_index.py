@@ -20,7 +20,7 @@ from fedssl.datasets.image_index import (
     file_line,
     grouped_by_folder,
 )
-from fedssl.datasets.npz_files import index_arrays
+from fedssl.datasets.npz import index_arrays
 from fedssl.datasets.page_index import with_pages
 from fedssl.datasets.sources import ARRAYS, TABLES, Source, find
 from fedssl.datasets.splits import HELD_OUT, split_of_word

@@ -20,12 +20,7 @@ from fedssl.errors import InputError, sanitize, shortened
 from fedssl.logs import log_once
 
 IMAGES, TABLES, ARRAYS = "images", "tables", "arrays"
-_CONTAINERS = {
-    ".arrow": TABLES,
-    ".parquet": TABLES,
-    **dict.fromkeys(SHARD_SUFFIXES, TABLES),
-    ".npz": ARRAYS,
-}  # kinds of files by ending
+_CONTAINERS = dict.fromkeys((".arrow", ".parquet", *SHARD_SUFFIXES), TABLES) | {".npz": ARRAYS}  # kinds by ending
 _MANIFESTS = dict.fromkeys(MANIFEST_SUFFIXES, TABLES)  # only if the path names them
 ALLOWED = " ".join((*_CONTAINERS, *_MANIFESTS, *SUFFIXES))
 _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
@@ -107,7 +102,9 @@ def find(path: str, *, containers_first: bool = False, setting: str = "dataset.p
 def _no_images(path: str, listing: Listing, setting: str) -> NoImagesError:
     if not is_folder(user_path(path)) and not listing.ignored:
         return NoImagesError(
-            f"{setting}: {path} is not a folder, a file or a pattern with matches; give what holds your images", ()
+            f"{setting}: {path} is not a folder, a file or a pattern that matches files, such as '/data/site_*/**/*'; "
+            "give what holds your images",
+            (),
         )
     remedies = [remedy for _, remedy in missing_packages(listing.ignored)]
     commands = dict.fromkeys(_UNPACK[ending] for ending in listing.ignored if ending in _UNPACK)

@@ -5,10 +5,13 @@ characters ``- . _``, spaces and digits: ``Training``, ``seg_test``, ``val2017``
 capital letter that follows is a domain: ``trainA`` and ``testB``, as of CycleGAN.
 """
 
+import logging
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import TypeVar
 
 from fedssl.errors import InputError, shortened
+from fedssl.logs import log_once
 
 _WORDS = {
     "train": ("train", "training"),
@@ -18,7 +21,9 @@ _WORDS = {
 }
 _SPLITS = {word: split for split, words in _WORDS.items() for word in words}
 _PATTERN = re.compile(rf"(?<![^-._ 0-9])((?i:{'|'.join(_SPLITS)}))((?<=[a-z])[A-Z])?(?![^-._ 0-9])")
+_SHARD = re.compile(r"(.+)-\d+-of-\d+")  # file names of the Hub
 HELD_OUT = ("test", "validation")  # splits that are not for training; the first that exists is the test
+Part = TypeVar("Part")
 
 
 def split_of(name: str) -> str | None:
@@ -48,6 +53,46 @@ def matching(split: str, names: Iterable[str]) -> list[str]:
     names, kind = list(names), split_of_word(split)
     exact = [name for name in names if name.lower() == split.lower()]
     return exact or [name for name in names if kind is not None and split_of(name) == kind]
+
+
+def chosen_parts(
+    names: Mapping[Part, str], kinds: Mapping[Part, str | None], *, split: str, fraction: float
+) -> tuple[list[Part], bool]:
+    """Return the parts of a data set that are a split, and whether a test share is held out of them.
+
+    A part, such as a file, has a name, and the split in it, None if it names none. If no part has a split, all are for
+    training.
+    """
+    shared = fraction > 0 and not {*kinds.values()} & {*HELD_OUT}
+    wanted = "train" if shared and split_of_word(split) in HELD_OUT else split
+    chosen, train = (_parts_of(each, names, kinds) for each in (wanted, "train"))
+    return chosen, shared and is_held_out_of(chosen, train, split=split, fraction=fraction)
+
+
+def _parts_of(split: str, names: Mapping[Part, str], kinds: Mapping[Part, str | None]) -> list[Part]:
+    # A folder may hold further splits that begin with the same word (train_0).
+    exact = [part for part, name in names.items() if split.lower() in (name.lower(), shard_of(name))]
+    if exact:
+        return exact
+    kind = split_of_word(split)
+    if kind is None:
+        word = re.compile(rf"(?<![a-z]){re.escape(split.lower())}(?![a-z])")
+        return [part for part, name in names.items() if word.search(name.lower())]
+    if kind == "train" and not any(kinds.values()):
+        return list(names)
+    for served in HELD_OUT if split == "test" else (kind,):
+        found = [part for part in names if kinds[part] == served]
+        if found:
+            if served != kind:
+                log_once(logging.INFO, f"{shortened(sorted({names[part] for part in found}))} serves as the test")
+            return found
+    return []
+
+
+def shard_of(name: str) -> str | None:
+    """Return what the name of a file of the Hub begins with, such as "train" of train-00000-of-00001.parquet."""
+    shard = _SHARD.match(name.rpartition("/")[2].lower())
+    return None if shard is None else shard[1]
 
 
 def is_held_out_of(chosen: Collection[object], train: Collection[object], *, split: str, fraction: float) -> bool:

@@ -29,8 +29,8 @@ from fedssl.datasets.labels import class_names, missing_labels, read_labels
 from fedssl.datasets.listing import ending_of, is_file
 from fedssl.datasets.shards import KEY, is_shard, stored_images
 from fedssl.datasets.sources import Source
-from fedssl.datasets.split_files import files_of_split, has_held_out, training_files
-from fedssl.datasets.splits import HELD_OUT, is_held_out_of, matching, split_of_word
+from fedssl.datasets.split_files import split_files
+from fedssl.datasets.splits import HELD_OUT, chosen_parts, split_of, split_of_word
 from fedssl.datasets.tables import (
     arrow_records,
     check_image_column,
@@ -61,28 +61,23 @@ def index_tables(source: Source, query: Query) -> ImageIndex | None:
     source.log(f"{count:,} rows in {len(files):,} {kinds} file{'s'[: len(files) != 1]}")
     if not count:
         raise InputError(f"{source.path} has no row with an image; check {source.setting}")
-    kind, fraction = split_of_word(query.split), query.test_fraction
-    if query.split_folders is False:
-        return index_rows(files, query, data_set=files, shared=fraction > 0)
-    if query.split_column is not None and all(query.split_column in schema_of(file).names for file in files):
-        return _index_by_column(source, files, query, query.split_column)
-    shared = fraction > 0 and not has_held_out(source)
-    held_out = shared and kind in HELD_OUT
-    chosen = files_of_split(source, "train" if held_out else query.split)
-    shared = shared and is_held_out_of(chosen, training_files(source), split=query.split, fraction=fraction)
+    column = query.split_column if query.split_folders is not False else None
+    if column is not None and all(column in schema_of(file).names for file in files):
+        return _index_by_column(source, files, query, column)
+    chosen, shared = split_files(source, query)
     return index_rows(chosen, query, data_set=files, shared=shared)
 
 
 def _index_by_column(source: Source, files: Sequence[Path], query: Query, column: str) -> ImageIndex | None:
     """Return the rows whose split a column has; None if none is of the test."""
     splits = np.array([str(value).strip() for file in files for value in column_of(file, column).to_pylist()])
-    names, kind = np.unique(splits).tolist(), split_of_word(query.split)
+    names = np.unique(splits).tolist()
     counts = ", ".join(f"{name or 'empty'} ({(splits == name).sum():,})" for name in names[:_MAX_SPLITS])
     source.log(f"splits in the column {column}: {counts}{', ...' * (len(names) > _MAX_SPLITS)}")
-    shared = query.test_fraction > 0 and not any(matching(held_out, names) for held_out in HELD_OUT)
-    wanted = ["train"] if shared and kind in HELD_OUT else [query.split]
-    wanted += HELD_OUT if query.split == "test" and not shared else []
-    chosen = next(filter(None, (matching(split, names) for split in wanted)), [])
+    kinds = {name: split_of(name) or "other" for name in names}
+    chosen, shared = chosen_parts(
+        {name: name for name in names}, kinds, split=query.split, fraction=query.test_fraction
+    )
     if not chosen and query.split != "test":
         raise InputError(
             f"{source.path}: the column {column} has no split {query.split!r}, only {shortened(names)}; name one of "
@@ -90,8 +85,6 @@ def _index_by_column(source: Source, files: Sequence[Path], query: Query, column
         )
     if not chosen:
         return None
-    train = matching("train", names)
-    shared = shared and is_held_out_of(chosen, train, split=query.split, fraction=query.test_fraction)
     return index_rows(files, query, data_set=files, shared=shared, chosen=np.isin(splits, chosen))
 
 
@@ -168,10 +161,8 @@ def _existing(index: "RowIndex", query: Query, chosen: np.ndarray | None) -> "Ro
         listed = shortened(sanitize_line(str(images[row]).removeprefix(".")) or "an empty one" for row in missing)
         line = f"{len(missing):,} of the {len(images):,} image files that {table} names do not exist, such as {listed}"
         if not query.skip_missing or not len(rows):
-            raise InputError(
-                f"{line}; correct the paths, which begin at {table.parent}, or use the others with "
-                "dataset.skip_missing=true"
-            )
+            remedy = "use the others with dataset.skip_missing=true" if len(rows) else "move the table to its images"
+            raise InputError(f"{line}; correct the paths, which begin at {table.parent}, or {remedy}")
         warnings += (f"{line}: the others are used",)
     repeated = len(images) - len(first)
     if repeated:

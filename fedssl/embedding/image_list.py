@@ -243,10 +243,8 @@ def list_images(
 
 def _indexed(source: Source, query: Query, folders: str) -> tuple[list[ImageIndex], np.ndarray | None, tuple[str, ...]]:
     """Return the images of a source with their labels and classes."""
-    if source.kind == ARRAYS:
-        found = [index_source(source, replace(query, split=split)) for split in _SPLITS]
-    else:
-        found = [index_source(source, query)]
+    splits = _SPLITS if source.kind == ARRAYS and len(source.files) == 1 else _SPLITS[:1]
+    found = [index_source(source, replace(query, split=split)) for split in splits]
     parts = [part for part in found if part is not None and part.count]
     if not parts:
         raise InputError(f"{source.path} holds no images; give what holds your images")

@@ -45,8 +45,9 @@ def read(folder: Path, text: str | bytes, split: str = "train", **changes: objec
         "path,label\nmy images/1.png,cat\nmy images/2.png,dog\n".encode("utf-16"),
         'sep=;\r\n"a, b, c";label;Bilddatei\r\n1;cat;my images/1.png\r\n2;dog;my images/2.png\r\n',
         "mask|label|image_path\n1|cat|my images/1.png\n2|dog|my images/2.png\n",
+        "path;label;;\r\nmy images/1.png;cat;;\r\n;;;\r\nmy images/2.png;dog;;\r\n;;;",
     ],
-    ids=["plain", "windows", "semicolons", "backslashes", "spaces", "utf-16", "excel", "bars"],
+    ids=["plain", "windows", "semicolons", "backslashes", "spaces", "utf-16", "excel", "bars", "empty cells"],
 )
 def test_files_as_people_write_them(images: Path, text: str | bytes) -> None:
     data = read(images, text)
@@ -122,8 +123,10 @@ def test_missing_files_are_counted_and_may_be_skipped(images: Path) -> None:
     data = read(images, text, **{setting: value == "true"})
     assert (first_pixels(data.images), data.labels.tolist()) == ([10, 30], [0, 1])
     assert any("do not exist" in warning and "the others are used" in warning for warning in data.warnings)
-    with pytest.raises(InputError, match="1 of the 1 image files"):
-        read(images, "path\nnowhere.png\n", skip_missing=True)
+    with pytest.raises(InputError, match=r"1 of the 1 image files .* or move the table to its images$"):
+        read(images, "path,label\n1.png,a\n", skip_missing=True)
+    (images / "list.csv").rename(images / "my images" / "list.csv")
+    assert first_pixels(read(images / "my images", "path,label\n1.png,a\n").images) == [10]
 
 
 def test_repeated_files_are_used_once(images: Path) -> None:

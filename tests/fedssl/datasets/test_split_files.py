@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from fedssl.datasets.sources import find
-from fedssl.datasets.split_files import files_of_split, has_held_out
+from fedssl.datasets.split_files import split_files
 from fedssl.errors import InputError
-from tests.fedssl.datasets.made import touch
+from tests.fedssl.datasets.made import query_of, touch
 
 pytestmark = pytest.mark.usefixtures("log_again")
 
 
-def found(root: Path, split: str) -> list[str]:
-    return [file.name for file in files_of_split(find(str(root)), split)]
+def found(root: Path | str, split: str) -> list[str]:
+    return [file.name for file in split_files(find(str(root)), query_of(split))[0]]
 
 
 @pytest.mark.parametrize(
@@ -30,9 +30,8 @@ def found(root: Path, split: str) -> list[str]:
 def test_files_and_folders_named_after_splits(tmp_path: Path, train: str, test: str) -> None:
     root = touch(tmp_path, train, test, "README.md", "._train.parquet", ".ipynb_checkpoints/train.parquet")
     assert (found(root, "train"), found(root, "test")) == ([Path(train).name], [Path(test).name])
-    assert has_held_out(find(str(root)))
-    everything = str(root / "**" / "*.*") if "/" in train else str(root / "*.*")
-    assert [file.name for file in files_of_split(find(everything), "test")] == [Path(test).name]
+    assert found(root / ("**/*.*" if "/" in train else "*.*"), "test") == [Path(test).name]
+    assert not split_files(find(str(root)), query_of("train", test_fraction=0.2))[1]
 
 
 def test_folders_with_the_same_shards_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -48,7 +47,8 @@ def test_folders_with_the_same_shards_are_reported(tmp_path: Path, caplog: pytes
 
 def test_a_split_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     mine = touch(tmp_path / "a", "mine.parquet")
-    assert (found(mine, "train"), found(mine, "test"), has_held_out(find(str(mine)))) == (["mine.parquet"], [], False)
+    assert (found(mine, "train"), found(mine, "test")) == (["mine.parquet"], [])
+    assert split_files(find(str(mine)), query_of("test", test_fraction=0.2)) == ([mine / "mine.parquet"], True)
     named = touch(tmp_path / "b", "a_tr.parquet", "a_val.parquet")
     assert (found(named, "a_tr"), found(named, "val")) == (["a_tr.parquet"], ["a_val.parquet"])
     for root, split, message in (
@@ -58,4 +58,4 @@ def test_a_split_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         (named, "tset", "no split 'tset'"),
     ):
         with pytest.raises(InputError, match=message):
-            files_of_split(find(str(root)), split)
+            found(root, split)

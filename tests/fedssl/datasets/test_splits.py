@@ -84,6 +84,12 @@ def test_a_test_with_its_own_name_needs_no_share(tmp_path: Path, write, train, t
     assert read(path, train, None, **settings) == [{*TRAIN}, set()]
 
 
+@pytest.mark.parametrize("write", [write_parquet, write_column, write_folders])
+def test_training_images_are_no_test_without_a_share(tmp_path: Path, write) -> None:
+    path = write(tmp_path, {"train": TRAIN})
+    assert read(path, "train", "test", split_folders=False, test_fraction=0.0) == [{*TRAIN}, set()]
+
+
 @pytest.mark.parametrize("names", [("train_0", "train_1"), ("cats", "dogs")])
 def test_a_share_is_of_the_images_that_are_trained_on(tmp_path: Path, names: tuple[str, str]) -> None:
     path = write_parquet(tmp_path, dict(zip(names, (TRAIN, OTHER), strict=True)))

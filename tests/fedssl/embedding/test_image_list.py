@@ -72,6 +72,16 @@ def test_all_arrays_of_a_file_are_listed(tmp_path: Path) -> None:
     assert [block.images[:, 0, 0, 0].tolist() for block in found.blocks(2, start=1)] == [[2, 3], [5, 6], [4]]
 
 
+def test_images_of_several_archives_are_listed_once(tmp_path: Path) -> None:
+    for number in range(2):
+        images = np.full((2, 4, 4), number + 5, np.uint8)
+        np.savez(tmp_path / f"{number}.npz", images=images, labels=np.array([number, 1]))
+    found = listed(tmp_path)
+    assert names(found) == [f"{number}.npz[images, {row}]" for number in range(2) for row in range(2)]
+    assert found.labels is not None
+    assert (found.labels.tolist(), values(found)) == ([0, 1, 1, 1], [5, 5, 6, 6])
+
+
 def test_pages_are_named_by_their_numbers(tmp_path: Path) -> None:
     pages = [Image.fromarray(np.full((4, 4), value, np.uint8)) for value in (7, 8)]
     (tmp_path / "cat").mkdir()
