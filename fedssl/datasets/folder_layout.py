@@ -167,6 +167,9 @@ def _part(listing: Listing, folders: str, *, domain: str = "", compared: bool = 
     first, levels = f"{domain}/" if domain else "", _LEVELS[folders]
     paths, below = ([f"{first}{path}" for path in listed] for listed in (listing.paths, listing.folders))
     start = _num_wrappers(paths) if folders == "class" and paths else 0
+    middle = {path.split("/")[1] if path.count("/") > 2 else "" for path in paths} if folders == "owner/class" else {""}
+    if len(middle) == 1 and (name := middle.pop()):  # amazon/images/mug/1.jpg of Office-31
+        paths, below = ([f"{path}/".replace(f"/{name}/", "/", 1)[:-1] for path in listed] for listed in (paths, below))
     depth = start + len(levels)
     columns: list[list[str]] = [[] for _ in levels]
     num_loose, loose = 0, ""

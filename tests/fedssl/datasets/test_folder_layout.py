@@ -149,6 +149,15 @@ def test_wrapping_folders_are_entered(tmp_path: Path) -> None:
     assert len(list_split("train", root, folders="none").files) == 4
 
 
+def test_a_folder_between_owner_and_class_is_no_class(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in Office-31, whose domains have a folder images."""
+    root = touch(tmp_path, *(f"{name}/images/{kind}/1.jpg" for name in ("amazon", "dslr") for kind in ("mug", "pen")))
+    found = list_split("train", root, folders="owner/class")
+    assert (found.classes, found.labels.tolist()) == (("mug", "pen"), [0, 1, 0, 1])
+    assert (found.owner_names, found.owners.tolist()) == (("amazon", "dslr"), [0, 0, 1, 1])
+    assert caplog.messages == [f"{root}: 4 JPEG files; 2 classes (mug, pen)"]
+
+
 def test_classes_are_those_of_all_splits(tmp_path: Path) -> None:
     root = touch(tmp_path, "train/10/1.png", "train/2/1.png", "test/2/1.png", "test/0/1.png")
     assert classes_of(root) == [("0", "10", "2")] * 2  # in the order of text
