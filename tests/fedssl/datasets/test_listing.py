@@ -7,12 +7,7 @@ import pytest
 
 from fedssl.datasets.listing import Listing, ending_of, list_files
 from fedssl.errors import InputError
-
-
-def touch(root: Path, *names: str) -> None:
-    for name in names:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).touch()
+from tests.fedssl.datasets.made import touch
 
 
 def link(place: Path, target: Path) -> None:

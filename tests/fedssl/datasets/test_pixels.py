@@ -12,6 +12,7 @@ from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.pixels import to_array
 from fedssl.datasets.raster import PixelSettings
 from fedssl.errors import InputError
+from tests.fedssl.datasets import made
 from tests.fedssl.datasets.made import encoded, png_chunk
 
 
@@ -21,20 +22,9 @@ def read(content: bytes, **changes: object) -> list:
     return Decoding(**form)(content)[0].tolist()
 
 
-def tiff(values: np.ndarray, *, sample_format: int = 1, photometric: int = 1, bits: int | None = None) -> bytes:
+def tiff(values: np.ndarray, photometric: str = "minisblack") -> bytes:
     """Return a TIFF file of the values ``(height, width)``, in their byte order."""
-    order = ">" if values.dtype.byteorder == ">" else "<"
-    height, width = values.shape
-    tags = {256: width, 257: height, 258: bits or 8 * values.itemsize, 259: 1, 262: photometric}
-    tags |= {273: 8 + 2 + 12 * 10 + 4, 277: 1, 278: height, 279: values.nbytes, 339: sample_format}
-    entries = b"".join(
-        struct.pack(f"{order}HHII", tag, 4, 1, value)
-        if tag in (256, 257, 273, 278, 279)
-        else struct.pack(f"{order}HHIHH", tag, 3, 1, value, 0)
-        for tag, value in tags.items()
-    )
-    header = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(f"{order}IH", 8, len(tags))
-    return header + entries + bytes(4) + values.tobytes()
+    return made.tiff(values, photometric=photometric, byteorder=">" if values.dtype.byteorder == ">" else "<")
 
 
 def test_another_size_scales_the_shorter_side_and_crops_the_center() -> None:
@@ -101,9 +91,9 @@ RAMP = np.array([[0, 255], [256, 65535]], np.uint16)
         encoded(Image.fromarray(RAMP)),
         encoded(Image.fromarray(RAMP), "TIFF"),
         tiff(RAMP.astype(">u2")),
-        tiff(65535 - RAMP, photometric=0),
-        tiff((RAMP // 2).astype("<i2"), sample_format=2),
-        tiff((RAMP // 2).astype(">i2"), sample_format=2),
+        tiff(65535 - RAMP, photometric="miniswhite"),
+        tiff((RAMP // 2).astype("<i2")),
+        tiff((RAMP // 2).astype(">i2")),
         b"P5 2 2 65535\n" + RAMP.astype(">u2").tobytes(),
         b"P2 2 2 65535\n0 255 256 65535\n",
     ],
@@ -123,21 +113,21 @@ def test_values_are_divided_by_the_given_maximum():
     assert read(b"Pf 2 2 -1.0\n" + twelve[::-1].astype("<f4").tobytes(), window=[0, 4095]) == levels
     assert read(b"P6 2 2 4095\n" + twelve.repeat(3).tobytes()) == levels
     png = encoded(Image.fromarray(twelve.astype("<u2")))
-    for content in (png, tiff(twelve), tiff(twelve.astype("<i4"), sample_format=2)):
+    for content in (png, tiff(twelve), tiff(twelve.astype("<i4"))):
         assert read(content, window=[0, 4095]) == levels
-    assert read(tiff((twelve / 4095).astype("<f4"), sample_format=3), window=[0, 1]) == levels
+    assert read(tiff((twelve / 4095).astype("<f4")), window=[0, 1]) == levels
     assert read(encoded(Image.fromarray(twelve.astype(np.uint8))), window=[0, 4095]) == [[0, 16], [0, 255]]  # 8 bits
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (tiff(np.array([[-1000, 5]], "<i2"), sample_format=2), "its lowest value is -1000"),
+        (tiff(np.array([[-1000, 5]], "<i2")), "its lowest value is -1000"),
         (
-            tiff(np.array([[np.nan, 5]], "<f4"), sample_format=3),
+            tiff(np.array([[np.nan, 5]], "<f4")),
             "its values are float32, from 5 to 5, without a known range; set dataset.window=",
         ),
-        (tiff(np.array([[-5, 5]], "i1"), sample_format=2), "signed 8-bit values"),
+        (tiff(np.array([[-5, 5]], "i1")), "signed 8-bit values"),
     ],
     ids=["int16", "float", "int8"],
 )
@@ -149,9 +139,9 @@ def test_values_without_a_range_are_refused(content, message):
 def test_values_beyond_the_window_are_black_and_white():
     values = np.array([[-2000, -1000, -500], [0, 500, 999], [1000, 2000, 9000]])
     levels = [[0, 0, 63], [127, 191, 255], [255, 255, 255]]  # 255.999 (x + 1000) / 2000
-    for kind, sample_format in (("<i2", 2), ("<f4", 3), ("<i4", 2)):
-        assert read(tiff(values.astype(kind), sample_format=sample_format), window=[-1000, 1000]) == levels
-    assert read(tiff(np.array([[np.nan, 5]], "<f4"), sample_format=3), window=[0, 10], size=1) == [
+    for kind in ("<i2", "<f4", "<i4"):
+        assert read(tiff(values.astype(kind)), window=[-1000, 1000]) == levels
+    assert read(tiff(np.array([[np.nan, 5]], "<f4")), window=[0, 10], size=1) == [
         [63]
     ]  # 255.999 (0 + 0.5) / 4, of both
 
