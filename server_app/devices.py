@@ -30,6 +30,12 @@ def adapt_to_edge_clients(settings: Settings, clients: ClientDirectory) -> Setti
             f"calibration.when={settings.calibration.when} uses a share of the clients' images, which stay on the "
             "devices; set a data set of the server's with +dataset@calibration.dataset=NAME"
         )
+    if "num_clients" in _explicit_keys(settings) and number < settings.num_clients:
+        log.warning(
+            "%d of num_clients=%d devices are available; others take part from the round after they connect",
+            number,
+            settings.num_clients,
+        )
     data = server_data(settings)
     measured = settings.evaluation.collapse_images if data.train else 0
     return replace(

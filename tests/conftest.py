@@ -1,4 +1,4 @@
-"""Tests run in parallel, one per core, and each uses one thread."""
+"""Tests run in parallel, one per core and one more with --heavy, and each uses one thread."""
 
 import gc
 import logging
@@ -12,6 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 import hypothesis
 import pytest
+
+from fedssl.machine.process import available_cores
 
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")  # a busy machine fails no test
@@ -44,6 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("dist", "no") != "no":
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Return one process more than cores with --heavy: tests of deployments wait for half of their time."""
+    return available_cores() + 1 if config.getoption("--heavy") else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

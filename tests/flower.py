@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,6 +90,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def free_ports(count: int) -> int:
+    """The first of consecutive ports that nobody listens on and the system gives to no other program."""
+    for first in range(20000 + os.getpid() % 5000, 32000, count):
+        with ExitStack() as stack, suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    raise OSError(f"there are no {count} free ports in a row")
 
 
 def _start_superlink(sandbox: ProcessSandbox, environment: Mapping[str, str], options: Sequence[str]) -> int:

@@ -21,7 +21,7 @@ from fedssl.fleet import cli, device_cli
 from fedssl.fleet.encoders import stored_encoders
 from fedssl.runs.jsonl import read_jsonl
 from simulation.sandbox import ProcessSandbox, process_sandbox
-from tests.flower import ENVIRONMENT, ROOT, free_port
+from tests.flower import ENVIRONMENT, ROOT, free_port, free_ports
 
 PAGE = (ROOT / "docs" / "deployment.md").read_text()
 SMALL = "local_epochs=1 encoder.width=4 batch_size=8 threads=1 evaluation=none collapse_images=0"
@@ -43,7 +43,11 @@ def section(title: str) -> list[str]:
 
 def adapted(script: str, folder: Path, port: int) -> str:
     """Return commands for other folders and ports."""
-    for old, new in (("8000", str(port)), ("/tmp/fleet", str(folder)), ("port=9094", f"port={free_port()}")):
+    for old, new in (
+        ("8000", str(port)),
+        ("/tmp/fleet", str(folder)),
+        ("port=9094", f"port={free_ports(len(DEVICES))}"),
+    ):
         script = script.replace(old, new)
     script = script.replace("python deploy/keys.py", f"{sys.executable} {ROOT}/deploy/keys.py")
     return script.replace("fedssl engine=deployment", f"fedssl engine=deployment engine.address=127.0.0.1:{port}")

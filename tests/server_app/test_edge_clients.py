@@ -9,12 +9,13 @@ from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from omegaconf import OmegaConf
 
-from fedssl.config.load import compose
+from fedssl.config.load import compose, load_settings
 from fedssl.errors import InputError
 from fedssl.wire.identity import NodeInfo
 from server_app import nodes
 from server_app.build import build_run
-from server_app.nodes import discover_clients
+from server_app.devices import adapt_to_edge_clients
+from server_app.nodes import ClientDirectory, discover_clients
 from simulation.grid import LocalGrid
 from simulation.run import run as simulate
 from tests.devices import SMALL, Devices, context, run_server_app, write_images
@@ -120,6 +121,14 @@ def test_a_device_that_cannot_take_part_is_left_out(places, tmp_path, caplog):
     assert "node 3 does not take part: it failed: this SuperNode has no folder of images" in caplog.text
     with pytest.raises(InputError, match="a client cannot start: this SuperNode has no folder of images"):
         discover_clients(Devices(bad), 1, timeout=60)
+
+
+def test_devices_that_are_not_available_yet_are_counted(caplog):
+    clients = ClientDirectory(nodes={0: 5, 1: 6}, client_ids={"a": 0, "b": 1})
+    assert adapt_to_edge_clients(load_settings([]), clients).num_clients == 2
+    assert not caplog.text  # nobody set a number
+    assert adapt_to_edge_clients(load_settings(["num_clients=3"]), clients).num_clients == 2
+    assert "2 of num_clients=3 devices are available; others take part from the round after" in caplog.text
 
 
 @pytest.mark.parametrize(
