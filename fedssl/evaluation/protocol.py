@@ -151,7 +151,7 @@ def evaluation_problem(data: DataSettings, *, needs_labels: bool = True) -> str 
             if split == "test" and keys.get("test_fraction") == 0 and data.test is not None:
                 remedies.append("hold out a share of the training images with dataset.test_fraction=0.2")
             elif split == "test" and not needs_labels and "folders" in keys:  # only labeled images are held out
-                remedies.append("divide the files into folders train and test")
+                remedies.append("divide the files into folders train and test, or a table by a column split")
         else:
             reason = "names images without labels"
             remedies += ["name the column of the labels with dataset.label=COLUMN"] if "label" in keys else []

@@ -114,7 +114,9 @@ def test_what_is_missing_for_an_evaluation_is_said(flat, classes):
     ):
         assert evaluation_problem(compose(overrides).data) == message
     unlabeled = compose([*own, f"dataset.path={flat}"]).data
-    assert "or divide the files into folders train and test" in evaluation_problem(unlabeled, needs_labels=False)
+    assert "divide the files into folders train and test, or a table" in evaluation_problem(
+        unlabeled, needs_labels=False
+    )
 
 
 @pytest.mark.parametrize(
