@@ -10,6 +10,7 @@ layer that a LoRA layer replaces.
 import copy
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,39 +26,40 @@ from fedssl.low_rank_products import LowRankLayer
 IN_PROJ = "in_proj"  # name of the input projection of an attention
 
 
-class LoRALinear(nn.Linear):
-    """Linear layer with LoRA of rank r."""
+class _LoRA(nn.Module):
+    """A layer with LoRA of rank r, whose ``weight`` has the product added; the parameter of this name is W.
+
+    Some networks do not call the layer, but a function with its weight: Swin, BEiT and EVA in their attention.
+    """
 
     lora_A: nn.Parameter
     lora_B: nn.Parameter | None  # None after `merge`
+    scale: float
 
-    def __init__(self, layer: nn.Linear, *, rank: int, scale: float) -> None:
-        _take_over(self, layer)
+    def __init__(self, layer: nn.Linear | nn.Conv2d, *, rank: int, scale: float) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update({**vars(layer), "_parameters": dict(layer._parameters)})
         _add_factors(self, layer.weight, rank=rank)
         self.scale = scale
 
+    def __getattr__(self, name: str) -> Any:
+        value: Any = super().__getattr__(name)
+        if name != "weight" or self.lora_B is None:
+            return value
+        return value + (self.scale * (self.lora_B @ self.lora_A)).view_as(value)
+
+
+class LoRALinear(_LoRA, nn.Linear):
+    """Linear layer with LoRA."""
+
     def forward(self, input: Tensor) -> Tensor:
-        y = F.linear(input, self.weight, self.bias)
+        weight: Any = nn.Module.__getattr__(self, "weight")
+        y = F.linear(input, weight, self.bias)
         return y if self.lora_B is None else y + self.scale * F.linear(F.linear(input, self.lora_A), self.lora_B)
 
 
-class LoRAConv2d(nn.Conv2d):
-    """Convolution with LoRA of rank r."""
-
-    lora_A: nn.Parameter
-    lora_B: nn.Parameter | None
-
-    def __init__(self, layer: nn.Conv2d, *, rank: int, scale: float) -> None:
-        _take_over(self, layer)
-        _add_factors(self, layer.weight, rank=rank)
-        self.scale = scale
-
-    def forward(self, input: Tensor) -> Tensor:
-        if self.lora_B is None:
-            return super().forward(input)
-        product = self.scale * (self.lora_B @ self.lora_A)
-        y: Tensor = self._conv_forward(input, self.weight + product.view_as(self.weight), self.bias)
-        return y
+class LoRAConv2d(_LoRA, nn.Conv2d):
+    """Convolution with LoRA."""
 
 
 class LoRAAttention(nn.Module):
@@ -98,18 +100,12 @@ def merge(layer: LoRALayer) -> None:
     """Add the product to the weight, and remove the factors."""
     if layer.lora_B is None:
         return
-    weight: Tensor = layer.get_parameter(weight_name(layer))
+    weight = dict(layer.named_parameters(recurse=False))[weight_name(layer)]
     product = layer.scale * (layer.lora_B.double() @ layer.lora_A.double())
     merged = (weight.double() + product.view_as(weight)).to(weight.dtype)
     layer.register_parameter(weight_name(layer), nn.Parameter(merged.contiguous()))
     for name in ("lora_A", "lora_B"):
         layer.register_parameter(name, None)
-
-
-def _take_over(layer: nn.Module, plain: nn.Module) -> None:
-    """Give a new layer the settings and the parameters of the one that it replaces."""
-    nn.Module.__init__(layer)
-    layer.__dict__.update({**vars(plain), "_parameters": dict(plain._parameters)})
 
 
 def _add_factors(layer: nn.Module, weight: Tensor, *, rank: int) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import functional_call
 
 from fedssl.config.load import compose
-from fedssl.encoders import conv_small, vit_tiny
+from fedssl.encoders import conv_small, torchvision, vit_tiny
 from fedssl.encoders.base import Encoder, frozen_copy
 from fedssl.errors import InputError
 from fedssl.low_rank_products import LowRankLayer
@@ -74,7 +74,7 @@ def test_all_linear_and_convolutional_layers_get_factors():
     assert encoder.base_names == set(before)
     assert encoder.low_rank_layers[0] == LowRankLayer("conv_proj.weight", "conv_proj.lora_A", "conv_proj.lora_B", 3.0)
     for layer in encoder.low_rank_layers:
-        weight, a, b = (encoder.get_parameter(name) for name in (layer.weight, layer.a, layer.b))
+        weight, a, b = (dict(encoder.named_parameters())[name] for name in (layer.weight, layer.a, layer.b))
         assert (len(b), b.shape[1], a.shape[1]) == (len(weight), 2, weight[0].numel())
         assert (weight.requires_grad, a.requires_grad, b.requires_grad) == (False, True, True)
     trained = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
@@ -160,10 +160,24 @@ def test_the_plain_copy_has_the_products_in_its_weights(make_encoder):
         torch.testing.assert_close(other(images), encoder(images), rtol=0, atol=1e-6)
     layer = encoder.low_rank_layers[0]
     a, b = (encoder.get_parameter(name).double() for name in (layer.a, layer.b))
-    weight = encoder.get_parameter(layer.weight)
+    weight = encoder.state_dict()[layer.weight]
     expected = weight.double() + 0.5 * (b @ a).view_as(weight)
     torch.testing.assert_close(copied.get_parameter(layer.weight).double(), expected, rtol=1e-6, atol=1e-7)
     assert all(parameter.requires_grad for parameter in copied.parameters())
+
+
+def test_weights_used_without_their_layer_have_the_product():
+    """The attention of Swin calls a function with the weights of its layers."""
+    encoder = torchvision(name="swin_t", channels=3, size=32)
+    lora(encoder, rank=1, alpha=1, targets=["qkv", "proj"])
+    fill(encoder)
+    images = torch.rand(1, 3, 32, 32)
+    h = encoder.eval()(images)
+    h.square().sum().backward()
+    assert all(
+        encoder.get_parameter(name).grad.any() for layer in encoder.low_rank_layers for name in (layer.a, layer.b)
+    )
+    torch.testing.assert_close(plain_copy(encoder).eval()(images), h, rtol=1e-4, atol=1e-5)
 
 
 def test_depthwise_convolutions_are_adapted_if_they_are_named():
