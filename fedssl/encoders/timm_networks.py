@@ -19,25 +19,19 @@ from fedssl.errors import InputError
 _ANY_SIZE_VITS = ("vision_transformer", "deit")  # modules of timm whose networks interpolate positions
 
 
-def check_name(name: str) -> None:
-    """Raise an `InputError` unless timm has an architecture of this name. Names of repositories are rejected."""
+def build_timm(name: str, *, channels: int, size: int) -> Encoder:
+    """Build timm's network of this name without classifier; `InputError` for others, such as names of repositories."""
     architecture, _, tag = name.partition(".")
-    if architecture in timm.list_models() and not tag:
-        return
-    if architecture in timm.list_models():
+    if architecture not in timm.list_models():
+        raise InputError(
+            f"encoder.name={name} is not an architecture of timm {timm.__version__}"
+            f"{did_you_mean(name, timm.list_models())}; timm.list_models() lists them"
+        )
+    if tag:
         raise InputError(
             f"encoder.name={name} names weights ({tag}), which encoder.weights selects; set "
             f"encoder.name={architecture} encoder.weights=timm:{name}"
         )
-    raise InputError(
-        f"encoder.name={name} is not an architecture of timm {timm.__version__}"
-        f"{did_you_mean(name, timm.list_models())}; timm.list_models() lists them"
-    )
-
-
-def build_timm(name: str, *, channels: int, size: int) -> Encoder:
-    """Build timm's network of this name without classifier."""
-    check_name(name)
     return build_library_encoder(
         create, divide, name=name, channels=channels, size=size, fixed_size=_has_fixed_size(name)
     )

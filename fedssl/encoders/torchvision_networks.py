@@ -26,19 +26,14 @@ from fedssl.errors import InputError
 _CLASSIFIERS = ("fc", "classifier", "heads", "head")  # names of the classifier in torchvision's networks
 
 
-def check_name(name: str) -> None:
-    """Raise an `InputError` unless torchvision has a classification network of this name."""
+def build_torchvision(name: str, *, channels: int, size: int) -> Encoder:
+    """Build torchvision's classification network of this name without classifier; `InputError` for other names."""
     names = models.list_models(module=models)
     if name not in names:
         raise InputError(
             f"encoder.name={name} is not a classification network of torchvision{did_you_mean(name, names)}; "
             "torchvision.models.list_models(module=torchvision.models) lists them"
         )
-
-
-def build_torchvision(name: str, *, channels: int, size: int) -> Encoder:
-    """Build torchvision's network of this name without classifier."""
-    check_name(name)
     return build_library_encoder(
         create, divide, name=name, channels=channels, size=size, fixed_size=_has_fixed_size(name)
     )
