@@ -18,7 +18,7 @@ from fedssl.machine.process import available_cores
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")  # a busy machine fails no test
 
-RENDERED = ("fedssl/plots", "fedssl/report", "examples/test_theory.py")
+RENDERED = ("fedssl/plots", "fedssl/report/test_html_page", "fedssl/report/test_cli.py", "examples/test_theory.py")
 RENDERED += ("fedssl/runs/test_snapshots.py", "strategies/test_gossip.py", "strategies/test_topology.py")
 """Tests of figures. In all others a run draws no figures, which takes half the time of a small run."""
 

@@ -61,7 +61,8 @@ def test_every_row_composes():
         rates = {row: 0.1 for part in definition.parts.values() for row in part.rows}
         for part in definition.parts:
             first = {job.row: job for job in definition.jobs(name, part, rates, "/my/cifar10")}
-            for job in list(first.values())[: None if part in ("tuning", "variants") else 1]:
+            is_first_of_rows = name == "digits" and part in ("tuning", "variants")  # others have the same rows
+            for job in list(first.values())[: None if is_first_of_rows else 1]:
                 assert compose(job.overrides).seed == job.seed
 
 

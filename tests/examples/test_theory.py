@@ -58,8 +58,8 @@ def test_what_the_paper_proves(tmp_path, capsys):
     assert "smallest that holds in every draw" in capsys.readouterr().out
     again = tmp_path / "again"
     again.mkdir()
-    theory.main(["--dims", "64", "256", "--seeds", "2", "--sources", "3", "--folder", str(again)])
-    assert (again / "theory.csv").read_bytes() == (tmp_path / "theory.csv").read_bytes()
+    theory.main(["--dims", "64", "--seeds", "2", "--sources", "3", "--folder", str(again)])
+    assert (tmp_path / "theory.csv").read_text().startswith((again / "theory.csv").read_text())
 
 
 @pytest.mark.parametrize("words", [["--sources", "1"], ["--dims", "8"], ["--seeds", "0"], ["--folder", "/no/such"]])

@@ -250,12 +250,11 @@ def test_bad_input_is_one_sentence_in_another_process(tmp_path):
     assert finished.stderr.count("\n") == 1
 
 
-class TestSweep:
-    def test_a_wrong_name_stops_it_before_it_starts(self, tmp_path):
-        finished = fedssl("-m", "strategy=fedavg,l_dwa", f"hydra.sweep.dir={tmp_path / 'sweep'}")
-        assert finished.returncode == 2
-        assert "did you mean l_dawa" in finished.stderr
-        assert not (tmp_path / "sweep").exists()
+def test_a_wrong_name_stops_a_sweep_before_it_starts(tmp_path, fedssl_in_process):
+    status, errors = fedssl_in_process("-m", "strategy=fedavg,l_dwa", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    assert status == 2
+    assert "did you mean l_dawa" in errors
+    assert not (tmp_path / "sweep").exists()
 
 
 RUN = f"""

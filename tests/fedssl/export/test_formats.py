@@ -177,7 +177,8 @@ def test_every_format_has_every_architecture(form: str, settings: dict[str, Any]
     assert export(source, form, tmp_path / f"encoder{FORMATS[form].ending}") <= 1e-5
 
 
-@pytest.mark.parametrize("form", ["onnx", "torch_export", "huggingface"])
+# tests/fedssl/embedding/test_embeddings.py compares ONNX with torch by default.
+@pytest.mark.parametrize("form", some(("onnx", "torch_export", "huggingface"), default=("torch_export", "huggingface")))
 def test_an_encoder_with_a_window_takes_the_values_of_files(form: str, tmp_path: Path):
     file = save(tmp_path / "encoder.pt", metadata=pixel_metadata({"window": [-1000, 3000]}))
     source = ExportSource(encoder=load_encoder(file), content=read_content(file))
