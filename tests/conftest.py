@@ -57,9 +57,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Put the tests of the site first: the tests in the middle and at the end are divided, and two workers need it."""
     items.sort(key=lambda item: item.path.name != "test_site.py")
     if not (config.getoption("--heavy") or config.getoption("--record-digests")):
-        for item in items:
-            if item.get_closest_marker("heavy"):
-                item.add_marker(pytest.mark.skip(reason="--heavy is not given"))
+        heavy = [item for item in items if item.get_closest_marker("heavy")]
+        config.hook.pytest_deselected(items=heavy)  # each skipped one would be reported to the controller
+        items[:] = [item for item in items if not item.get_closest_marker("heavy")]
 
 
 def pytest_collection_finish() -> None:
