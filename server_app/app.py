@@ -29,6 +29,7 @@ from server_app.client_states import ClientStates
 from server_app.console import disk_errors_as_run_error, log_to, log_to_console, make_screen
 from server_app.evaluator import missing_evaluations
 from server_app.fleet_file import FleetFile, read_device_ids
+from server_app.grid_internals import answer_for_unreadable_replies
 from server_app.messaging import no_activity
 from server_app.nodes import ClientManager, federation_size
 from server_app.run_folder import RunFolder, check_new
@@ -57,6 +58,7 @@ RUN_CONFIG_KEYS = {"num-server-rounds": "rounds"} | {
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Compose the settings from Flower's run config, and run. Reports are for the command that follows the log."""
+    answer_for_unreadable_replies()
     try:
         with log_to_console() as records:
             settings = load_for_federation(grid, overrides_of(context.run_config))
