@@ -165,6 +165,7 @@ class ClientStrategy:
     # Whether a client uses own values of the encoder's exchanged layers together with downloaded ones.
     mixes_own_layers: bool = False
     term: Regularizer | None = None  # term of the local loss, added to the regularizer of the settings
+    keeps: str = ""  # what a client keeps besides the local parts of the method, for logs
     # Returns changed layers to upload from those of `layers_to_upload`.
     change_upload: Callable[[SSLMethod, TrainPlan, Layers], Layers] | None = None
 
@@ -243,7 +244,7 @@ class ClientStrategy:
 
     def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
         """Return the description of the exchange and the local state, given the default one."""
-        return usual
+        return replace(usual, local_state=", ".join([self.keeps, *method.local_parts])) if self.keeps else usual
 
 
 class FedSSLStrategy:

@@ -244,9 +244,7 @@ class EUCClient(ClientStrategy):
     """Client that trains its own weights for layers that it does not download, and saves those not uploaded."""
 
     mixes_own_layers = True
-
-    def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
-        return replace(usual, local_state=", ".join(["layers that are not averaged in the round", *method.local_parts]))
+    keeps = "layers that are not averaged in the round"
 
     def load_start(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> Layers:
         return load_and_start_round(method, layers_in_state(state or {}, method) | plan.layers)

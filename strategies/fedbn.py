@@ -9,8 +9,6 @@ client starts from them. The global model contains the clients' averages (as in 
 load them from their second participation on.
 """
 
-from dataclasses import replace
-
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedssl.arrays import Layers
@@ -21,7 +19,7 @@ from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
 from strategies.fedavg import make_weighted_mean
 from strategies.run_context import RunContext
-from strategies.types import ClientState, CommunicationSummary
+from strategies.types import ClientState
 
 
 def batch_norm_names(method: SSLMethod) -> list[str]:
@@ -38,13 +36,12 @@ def batch_norm_names(method: SSLMethod) -> list[str]:
 class FedBNClient(ClientStrategy):
     """Client that keeps its batch normalization."""
 
+    keeps = "its batch norm"
+
     def problem(self, context: RunContext) -> Problem:
         if not batch_norm_names(context.method):
             return "strategy=fedbn but the model trains no batch normalization; use strategy=fedavg"
         return None
-
-    def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
-        return replace(usual, local_state=", ".join(["its batch norm", *method.local_parts]))
 
     def state_to_save(
         self, method: SSLMethod, plan: TrainPlan, *, start: Layers, state: ClientState | None

@@ -10,7 +10,6 @@ proximal term covers weights that stay on the client, too. If the server drops a
 client has saved g_k, H lacks that change.
 """
 
-from dataclasses import replace
 from typing import Any, TypedDict
 
 import numpy as np
@@ -28,7 +27,7 @@ from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
 from strategies.control_variates import arrays_of, as_state, corrected_names, for_clients, needs_fresh_clients
 from strategies.run_context import RunContext
-from strategies.types import AggregatedModel, ClientState, CommunicationSummary
+from strategies.types import AggregatedModel, ClientState
 from strategies.weighted_sum import WeightedSum
 
 OWN = "feddyn."  # prefix of g_k's arrays in a client's state
@@ -78,6 +77,8 @@ class FedDynServer(ServerStrategy):
 class FedDynClient(ClientStrategy):
     """Client side of FedDyn. ``alpha`` as in `FedDyn`."""
 
+    keeps = "a gradient"
+
     def __init__(self, *, alpha: float) -> None:
         check_arguments("strategy", owner="FedDyn", alpha=alpha)
         self.alpha, self._linear = alpha, Linear()
@@ -96,9 +97,6 @@ class FedDynClient(ClientStrategy):
             change = array.dtype.type(self.alpha) * (start[name] - array)
             new[name] = np.asarray(own[name] + change if name in own else change)
         return as_state(new, prefix=OWN), {}
-
-    def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
-        return replace(usual, local_state=", ".join(["a gradient", *method.local_parts]))
 
 
 class FedDyn(FedSSLStrategy):

@@ -6,7 +6,7 @@ without a last model has no term. Methods without a projector contrast represent
 encoder and projector, and a step has two more forward passes.
 """
 
-from dataclasses import replace
+from collections import OrderedDict
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from fedssl.training import LocalSteps
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
 from strategies.fedavg import make_weighted_mean
-from strategies.types import ClientState, CommunicationSummary
+from strategies.types import ClientState
 
 LAST = "moon."  # prefix of the last model's layers in a client's state
 
@@ -92,6 +92,7 @@ class MOONClient(ClientStrategy):
     def __init__(self, *, weight: float, temperature: float) -> None:
         check_arguments("strategy", owner="MOON", weight=weight, temperature=temperature)
         self._keeps_last = weight > 0
+        self.keeps = "its last model" if self._keeps_last else ""
         self.mixes_own_layers = self._keeps_last  # the copies have the base layers of the trained model
         self.term = self._contrast = ModelContrast(weight=weight, temperature=temperature)
 
@@ -107,11 +108,6 @@ class MOONClient(ClientStrategy):
         left_out = {*method.inactive_names, *method.base_names}
         kept = clone_tensors(method, [name for name in contrasted_names(method) if name not in left_out])
         return {LAST + name: value for name, value in kept.items()}, {}
-
-    def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
-        if not self._keeps_last:
-            return usual
-        return replace(usual, local_state=", ".join(["its last model", *method.local_parts]))
 
 
 class MOON(FedSSLStrategy):
@@ -134,19 +130,5 @@ class MOON(FedSSLStrategy):
 
 def network_of(method: SSLMethod) -> nn.Module:
     """Return the encoder and the contrasted part, one after the other, with the names of the method's layers."""
-    return _Network({name: method.get_submodule(name) for name in dict.fromkeys(("encoder", contrasted_part(method)))})
-
-
-class _Network(nn.Module):
-    """Modules that are applied in turn."""
-
-    def __init__(self, parts: dict[str, nn.Module]) -> None:
-        super().__init__()
-        self._order = list(parts)
-        for name, module in parts.items():
-            self.add_module(name, module)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for name in self._order:
-            x = self.get_submodule(name)(x)
-        return x
+    parts = dict.fromkeys(("encoder", contrasted_part(method)))
+    return nn.Sequential(OrderedDict((name, method.get_submodule(name)) for name in parts))

@@ -28,8 +28,6 @@ from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.run_context import RunContext
 from strategies.update_store import PIECE, CollectingAggregator, UpdateStore
 
-_NEARLY_HALF = 0.5 - 1e-9
-
 
 def median(global_layers: Layers, updates: Sequence[ClientUpdate]) -> Layers:
     """Return the elementwise median over the clients; for an even number of clients, the mean of the middle two."""
@@ -136,11 +134,6 @@ class TrimmedMean(FedSSLStrategy):
         super().__init__(TrimmedServer(beta=beta))
 
 
-def _median(global_layers: GlobalLayers, updates: UpdateStore) -> Layers:
-    # Trimming just less than one half at each end leaves the middle one or two.
-    return _trimmed(global_layers, updates, beta=_NEARLY_HALF)
-
-
 def _trimmed(global_layers: GlobalLayers, updates: UpdateStore, *, beta: float) -> Layers:
     result = {name: np.empty_like(array, order="C") for name, array in global_layers.layers.items()}
     cut = num_trimmed(beta, len(updates))
@@ -156,3 +149,7 @@ def _trimmed(global_layers: GlobalLayers, updates: UpdateStore, *, beta: float) 
 
     global_layers.parallel_for(trim)
     return result
+
+
+# Trimming just less than one half at each end leaves the middle one or two.
+_median = partial(_trimmed, beta=0.5 - 1e-9)

@@ -142,6 +142,8 @@ class ScaffoldServer(ServerStrategy):
 class ScaffoldClient(ClientStrategy):
     """Client side of SCAFFOLD."""
 
+    keeps = "a control variate"
+
     def __init__(self) -> None:
         self.term = self._term = Linear()
 
@@ -162,9 +164,6 @@ class ScaffoldClient(ClientStrategy):
         own = arrays_of(state, names, prefix=OWN)
         new = {name: own[name] + array if name in own else array for name, array in change.items()}
         return as_state(new, prefix=OWN), change
-
-    def describe_communication(self, method: SSLMethod, usual: CommunicationSummary) -> CommunicationSummary:
-        return replace(usual, local_state=", ".join(["a control variate", *method.local_parts]))
 
 
 class Scaffold(FedSSLStrategy):

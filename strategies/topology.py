@@ -1,7 +1,7 @@
 """Topologies of decentralized learning: graphs over the clients, mixing weights of neighbors, and their plot.
 
 Graphs are networkx graphs on the nodes 0 to n - 1, the clients. A star is the exception: its hub is `SERVER`, a node
-without images, because a star over the server is federated averaging (`mixing_weights`).
+without images, because a star over the server is federated averaging.
 
 Weights are Metropolis-Hastings' (Xiao, Boyd and Lall, *Distributed average consensus with time-varying Metropolis
 weights*, 2006). A client needs only its own degree and those of its neighbors, and the matrix is symmetric and doubly
@@ -103,14 +103,6 @@ def metropolis_weights(graph: "nx.Graph") -> Weights:
         neighbors = {other: 1 / (1 + max(graph.degree[node], graph.degree[other])) for other in graph[node]}
         weights[node] = dict(sorted({**neighbors, node: 1 - math.fsum(neighbors.values())}.items()))
     return weights
-
-
-def mixing_weights(graph: "nx.Graph") -> Weights:
-    """Return `metropolis_weights`; for a star the plain mean over all clients, which is federated averaging."""
-    if SERVER not in graph:
-        return metropolis_weights(graph)
-    clients = range(len(graph) - 1)
-    return {client: dict.fromkeys(clients, 1 / len(clients)) for client in clients}
 
 
 def weight_matrix(weights: Mapping[int, Mapping[int, float]]) -> np.ndarray:
@@ -270,8 +262,8 @@ def plot_topology(graph: "nx.Graph", file: Path) -> None:
 
 def describe(graph: "nx.Graph") -> str:
     """Return the graph's kind, numbers of nodes and edges, and second eigenvalue in one line."""
-    eigenvalue = second_eigenvalue(weight_matrix(mixing_weights(graph)))
-    hub = SERVER in graph
+    hub = SERVER in graph  # which computes the plain mean, so that all models are equal
+    eigenvalue = 0.0 if hub else second_eigenvalue(weight_matrix(metropolis_weights(graph)))
     nodes = f"{len(graph) - hub} clients{' and the server' if hub else ''}"
     return f"{graph.graph['topology']}: {nodes}, {graph.number_of_edges()} edges, second eigenvalue {eigenvalue:.3f}"
 

@@ -83,13 +83,6 @@ class FedAvgM(ServerOptimizer):
 
     with $w_g$ the global weights that clients started from, $\bar{w}$ the aggregated ones, $\beta$ the ``momentum`` and
     $\eta$ the ``lr``.
-
-    Parameters
-    ----------
-    lr : float
-        Positive; 1 with ``momentum=0`` assigns the aggregated weights.
-    momentum : float
-        In [0, 1).
     """
 
     names = ("velocity",)
@@ -117,15 +110,6 @@ class FedAdam(ServerOptimizer):
 
     with $w_g$ the global weights that clients started from, $\Delta$ the aggregated ones minus these, and r the step of
     the model.
-
-    Parameters
-    ----------
-    lr : float
-        Positive; approximate step of a weight in a round.
-    beta_1, beta_2 : float
-        In [0, 1).
-    tau : float
-        Positive; the larger, the less adaptive.
     """
 
     names = ("m", "v")
