@@ -7,7 +7,7 @@ phase its update is in the sum already. Then its shares alone are not used, and 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,10 @@ class PhaseCost:
     bytes_down: int = 0
     bytes_up: int = 0
     invalid: int = 0  # clients whose reply was not used, or is missing
+
+    def line(self) -> dict[str, float]:
+        """Return the cost for ``metrics.jsonl``, without a number of clients that is 0."""
+        return {name: value for name, value in asdict(self).items() if value or name != "invalid"}
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The exchange of secure aggregation: the server receives one sum of all updates and no single one."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 from flwr.serverapp import Grid
@@ -95,7 +95,7 @@ class SecureExchange(WallClockExchange):
         mean: SecureMean = self._mean
         result.features[GUARANTEE] = {
             **privacy_parameters(self._settings, mean.graph, max_weight=self._max_weight),
-            "phases": {name: asdict(cost) for name, cost in mean.phases.items()},
+            "phases": {name: cost.line() for name, cost in mean.phases.items()},
         }
         clients = [replace(row, bytes_down=self._bytes_down[row.client]) for row in result.clients]
         return replace(result, clients=clients)
