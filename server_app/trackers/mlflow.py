@@ -44,6 +44,11 @@ class MLflow:
         else:
             name = self._name or run.folder.name
             self._run = self._client.create_run(experiment, run_name=name, tags={RUN_ID: run.run_id})
+        self._logged = {
+            (name, metric.step)
+            for name in self._run.data.metrics
+            for metric in self._client.get_metric_history(self._run.info.run_id, name)
+        }
         logged = self._run.data.params
         params = [
             self._entities.Param(key, str(value)[:_LONGEST]) for key, value in run.settings.items() if key not in logged
@@ -52,10 +57,15 @@ class MLflow:
             self._client.log_batch(self._run.info.run_id, params=params[start : start + _AT_ONCE])
 
     def round(self, round: int, numbers: Mapping[str, float]) -> None:
+        """Log the metrics of a round, except those that a resumed run repeats: MLflow would keep both values."""
+        self._log(round, {name: number for name, number in numbers.items() if (name, round) not in self._logged})
+
+    def _log(self, round: int, numbers: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
         metrics = [self._entities.Metric(name, number, now, round) for name, number in numbers.items()]
         self._client.log_batch(self._run.info.run_id, metrics=metrics)
 
     def end(self, status: str, *, round: int, final: Mapping[str, float]) -> None:
-        self.round(round, final)
+        known = self._run.data.metrics
+        self._log(round, {name: number for name, number in final.items() if known.get(name) != number})
         self._client.set_terminated(self._run.info.run_id, status=_ENDED[status])

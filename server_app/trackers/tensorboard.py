@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedssl.atomic_files import atomic_write
 from server_app.trackers.base import TrackedRun, missing_package
 
 if TYPE_CHECKING:
@@ -21,8 +23,11 @@ class TensorBoard:
         self._make = SummaryWriter
 
     def begin(self, run: TrackedRun) -> None:
-        """Open the event file. Events of rounds that a resumed run repeats are purged."""
-        self._writer: SummaryWriter = self._make(str(run.folder / "tensorboard"), purge_step=run.done + 1)
+        """Open a new event file. Events that a resumed run repeats are removed, also from a TensorBoard at work."""
+        folder = run.folder / "tensorboard"
+        for file in folder.glob("events.out.tfevents.*"):
+            _remove_repeated(file, done=run.done)
+        self._writer: SummaryWriter = self._make(str(folder), purge_step=run.done + 1)
         lines = "\n".join(f"    {key}: {json.dumps(value)}" for key, value in run.settings.items())
         self._writer.add_text("settings", lines, run.done)
 
@@ -34,3 +39,15 @@ class TensorBoard:
     def end(self, status: str, *, round: int, final: Mapping[str, float]) -> None:
         self.round(round, final)
         self._writer.close()
+
+
+def _remove_repeated(file: Path, *, done: int) -> None:
+    """Remove the events of rounds after ``done``, and of final results: other readers than TensorBoard purge none."""
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    events = [Event.FromString(record) for record in RawEventFileLoader(str(file)).Load()]
+    finals = [event for event in events if any(value.tag.startswith("final/") for value in event.summary.value)]
+    kept = [event.SerializeToString() for event in events if event.step <= done and event not in finals]
+    atomic_write(file, lambda stream: [RecordWriter(stream).write(record) for record in kept])

@@ -45,10 +45,10 @@ class WandB:
             reinit="create_new",  # an unfinished run of a sweep is a separate run
             settings=settings,
         )
-        self._run.define_metric("*", step_metric="round")  # its own steps cannot decrease, repeated rounds do
 
     def round(self, round: int, numbers: Mapping[str, float]) -> None:
-        self._run.log({"round": round, **numbers})
+        """Log the metrics of a round as a step: W&B keeps one row for each, and ignores steps that are repeated."""
+        self._run.log({"round": round, **numbers}, step=round, commit=True)
 
     def end(self, status: str, *, round: int, final: Mapping[str, float]) -> None:
         self._run.summary.update({**final, "status": status, "rounds": round})

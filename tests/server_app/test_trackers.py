@@ -28,11 +28,12 @@ FINAL = {"final/federated/knn": 0.9, "final/pixels/knn": 0.4}
 
 
 def track(folder: Path, name: str, caplog: pytest.LogCaptureFixture) -> str:
-    """A run that is stopped after two rounds, resumed after the first, paused after the third and ended; its id."""
+    """A run that is stopped, resumed after no round, after one, and twice after three, which are all; its id."""
     folder.mkdir(exist_ok=True)
     overrides = [f"tracker={name}", f"output_dir={folder}", "run_id=r12"]
     stopped, paused = {"status": "interrupted", "rounds": 2}, {"status": "paused", "rounds": 3}
-    starts = ((0, (1, 2), [], stopped), (1, (2, 3), ["rounds=40"], paused), (3, (), ["rounds=40"], SUMMARY))
+    starts = [(0, (1,), [], stopped), (0, (1, 2), [], stopped), (1, (2, 3), ["rounds=40"], paused)]
+    starts += [(3, (), ["rounds=40"], SUMMARY), (3, (), ["rounds=40"], SUMMARY)]
     for done, rounds, more, summary in starts:
         settings = compose([*overrides, *more]).recording
         tracking = SafeTracker(settings)
@@ -50,7 +51,7 @@ def test_tensorboard(tmp_path, caplog):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     track(tmp_path, "tensorboard", caplog)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    events = EventAccumulator(str(tmp_path / "tensorboard"), purge_orphaned_data=False).Reload()
     assert set(events.Tags()["scalars"]) == NUMBERS.keys() | FINAL.keys()
     assert [(one.step, one.value) for one in events.Scalars("loss")] == [(1, 3.5), (2, 4.5), (3, 5.5)]
     assert [(one.step, one.value) for one in events.Scalars("final/pixels/knn")] == [(3, pytest.approx(0.4))]
@@ -82,8 +83,9 @@ def test_mlflow(tmp_path, caplog):
     assert found.data.tags["fedssl.run_id"] == run_id
     assert (found.info.run_name, found.info.status) == (tmp_path.name, "FINISHED")
     assert found.data.metrics == {**NUMBERS, "loss": 5.5, **FINAL}
-    losses = {(one.step, one.value) for one in client.get_metric_history(found.info.run_id, "loss")}
-    assert losses == {(1, 3.5), (2, 4.5), (3, 5.5)}
+    losses, finals = (client.get_metric_history(found.info.run_id, name) for name in ("loss", "final/pixels/knn"))
+    assert sorted((one.step, one.value) for one in losses) == [(1, 3.5), (2, 4.5), (3, 5.5)]
+    assert [(one.step, one.value) for one in finals] == [(3, 0.4)]
     assert (found.data.params["partition.alpha"], found.data.params["rounds"]) == ("0.5", "20")
 
 
@@ -114,13 +116,13 @@ def test_wandb(tmp_path, caplog, monkeypatch):
             record.ParseFromString(data)
             if record.HasField("history"):
                 values = {one.key or "/".join(one.nested_key): one.value_json for one in record.history.item}
-                histories.append({key: json.loads(value) for key, value in values.items() if key[0] != "_"})
+                histories.append({key: json.loads(value) for key, value in values.items()})
             for one in (*record.summary.update, *record.run.summary.update):
                 summary[one.key or "/".join(one.nested_key)] = json.loads(one.value_json)
             for one in record.run.config.update:
                 settings[one.key or "/".join(one.nested_key)] = json.loads(one.value_json)
-    assert [row["round"] for row in histories] == [1, 2, 2, 3]
-    assert histories[-1] == {"round": 3, **NUMBERS, "loss": 5.5}
+    assert [(row["round"], row["_step"]) for row in histories] == [(1, 1), (1, 1), (2, 2), (2, 2), (3, 3)]
+    assert histories[-1].items() >= {"round": 3, **NUMBERS, "loss": 5.5}.items()
     assert {key: summary[key] for key in (*FINAL, "status")} == {**FINAL, "status": "finished"}
     assert settings["partition.alpha"] == 0.5
 
