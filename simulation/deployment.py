@@ -109,7 +109,9 @@ class _Run:
                     self._show(part.log_output)
                     self._shown, lost = part.latest_timestamp, None
                 status, lost = control_internals.run_status(self._control, self.id), None
-            except httpx.TransportError as error:
+            except httpx.HTTPError as error:
+                if isinstance(error, httpx.HTTPStatusError) and not error.response.is_server_error:
+                    raise
                 lost = time.monotonic() if lost is None else lost
                 if time.monotonic() - lost > RECONNECT_TIMEOUT:
                     raise RunError(

@@ -180,8 +180,9 @@ def plan_jobs(folder: Path, overrides: Sequence[str], options: Mapping[str, Any]
     kept = [override for override in inherited if not key_and_group(override) & swept]
     check_saved_overrides(kept, folder / STATE_FILE)
     free = (RESUMABLE_KEYS - RESULT_KEYS - swept) | {SEARCHPATH_KEY}
-    if PATH_KEY in given.keys() - swept and _have_moved(earlier.jobs_in(folder), given[PATH_KEY]):
-        free |= {PATH_KEY}
+    if PATH_KEY in given.keys() - swept:
+        current = [override for override in given.values() if key_and_group(override) & {*free, PATH_KEY}]
+        free |= {PATH_KEY} if _have_moved(earlier.jobs_in(folder), current) else set()
     current = [override for override in given.values() if key_and_group(override) & free]
     jobs = {}
     for name, job in earlier.jobs.items():
@@ -204,14 +205,17 @@ def plan_jobs(folder: Path, overrides: Sequence[str], options: Mapping[str, Any]
     return SweepState(merged, jobs, options)
 
 
-def _have_moved(jobs: Iterable[Job], path: str) -> bool:
-    """Return whether the override ``path`` names the images of the jobs, by the digest of the first that has begun."""
-    for job in jobs:
+def _have_moved(jobs: Sequence[Job], current: Sequence[str]) -> bool:
+    """Return whether overrides name a new path of the images of all jobs, by the digest of the first that has begun."""
+    paths = {by_key(job.overrides).get(PATH_KEY) for job in jobs}
+    for job in jobs if len(paths) == 1 and by_key(current)[PATH_KEY] not in paths else ():
         saved = read_text(job.folder / IMAGES_FILE)
-        if saved is not None and path not in job.overrides:
+        if saved is not None:
             from fedssl.datasets.base import load_federated  # slow import
 
-            origin = load_federated(load_settings([*not_in(job.overrides, [path]), path]).data).origin
+            kept = not_in(job.overrides, current)
+            check_saved_overrides(kept, job.folder.with_name(STATE_FILE))
+            origin = load_federated(load_settings([*kept, *current]).data).origin
             return origin is not None and origin[0].describe_files() == saved.strip()
     return False
 

@@ -49,6 +49,11 @@ def _http_errors(server: str, names: tuple[str, str], *, url: str) -> Iterator[N
         reason = control_internals.error_message(error.response.text)
         if reason:
             raise InputError(f"the SuperLink at {server} rejects the request: {reason}") from error
+        if error.response.status_code == httpx.codes.INTERNAL_SERVER_ERROR:
+            raise InputError(
+                f"the program at {server} has failed (status 500); its log has the reason; if that is `no such table`, "
+                "start the SuperLink without --database, or from an environment whose path has no spaces"
+            ) from error
         raise InputError(_foreign_answer(server, names[0], url, f"status {error.response.status_code}")) from error
     except httpx.HTTPError as error:
         reason = verification_problem(error)

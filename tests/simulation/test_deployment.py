@@ -126,8 +126,14 @@ class Clock:
         self.now += seconds
 
 
-@pytest.mark.parametrize(("outage", "follows"), [(100, True), (125, False)])
-def test_the_superlink_may_restart_within_two_minutes(monkeypatch, capsys, outage, follows):
+BUSY = httpx.HTTPStatusError("503", request=httpx.Request("POST", "http://x"), response=httpx.Response(503))
+
+
+@pytest.mark.parametrize(
+    ("outage", "error", "follows"),
+    [(100, httpx.ConnectError("refused"), True), (100, BUSY, True), (125, httpx.ConnectError("refused"), False)],
+)
+def test_the_superlink_may_restart_within_two_minutes(monkeypatch, capsys, outage, error, follows):
     """The run lasts an hour before the SuperLink is lost, while one stream of the log is open."""
     clock = Clock()
     monkeypatch.setattr(deployment, "time", clock)
@@ -137,7 +143,7 @@ def test_the_superlink_may_restart_within_two_minutes(monkeypatch, capsys, outag
             yield StreamLogsResponse(log_output="round 1\n", latest_timestamp=1.0)
             clock.now = 3600.0
         if clock.now < 3600 + outage:
-            raise httpx.ConnectError("refused")
+            raise error
         yield StreamLogsResponse(log_output=f"after {after:g}\n", latest_timestamp=2.0)
 
     monkeypatch.setattr(deployment.control_internals, "stream_logs", stream_logs)

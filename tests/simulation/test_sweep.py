@@ -131,6 +131,20 @@ class TestJobs:
         assert jobs[:2] == earlier
         assert [setting in job.overrides for job in jobs] == [False, False, True, True]
 
+    def test_another_path_than_several_earlier_ones_makes_new_jobs(self, tmp_path):
+        jobs = plan_jobs(tmp_path, ["dataset=folder", "dataset.path=/a,/b"])
+        jobs[0].folder.mkdir()
+        (jobs[0].folder / "images.txt").touch()
+        assert len(plan_jobs(tmp_path, ["dataset.path=/c"])) == 3
+
+    def test_a_foreign_job_is_refused_before_its_images_are_read(self, tmp_path):
+        job = ["dataset=folder", "dataset.path=/a", "hydra.searchpath=[file:///tmp/evil]"]
+        (tmp_path / STATE_FILE).write_text(yaml.safe_dump({"overrides": [], "jobs": {"0": job}}))
+        (tmp_path / "0").mkdir()
+        (tmp_path / "0" / "images.txt").touch()
+        with pytest.raises(InputError, match=rf"{STATE_FILE} contains hydra.searchpath=.*, which points outside"):
+            plan_jobs(tmp_path, ["dataset.path=/b"])
+
 
 class TestFolder:
     def test_a_new_sweep_does_not_write_into_another(self, tmp_path):

@@ -7,7 +7,7 @@ import ssl
 import subprocess
 import sys
 import threading
-from contextlib import closing
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -42,18 +42,15 @@ def server(keys):
         yield f"127.0.0.1:{http.server_address[1]}"
 
 
-class serving:
-    """A server that runs in a thread."""
-
-    def __init__(self, http):
-        self.http = http
-
-    def __enter__(self):
-        threading.Thread(target=self.http.serve_forever, args=[0.05], daemon=True).start()
-
-    def __exit__(self, *error):
-        self.http.shutdown()
-        self.http.server_close()
+@contextmanager
+def serving(http):
+    """Run a server in a thread."""
+    threading.Thread(target=http.serve_forever, args=[0.05], daemon=True).start()
+    try:
+        yield
+    finally:
+        http.shutdown()
+        http.server_close()
 
 
 class _NotFound(BaseHTTPRequestHandler):

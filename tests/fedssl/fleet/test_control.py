@@ -37,10 +37,12 @@ def test_devices_are_listed_by_name_without_those_that_were_removed(superlink):
 
 
 class Website(BaseHTTPRequestHandler):
-    """A page for every request, as of a network that requires a login."""
+    """A page for every request, as of a network that requires a login, or of a SuperLink without its tables."""
+
+    status = 200
 
     def do_POST(self):
-        self.send_response(200)
+        self.send_response(self.status)
         self.end_headers()
         self.wfile.write(b"<html>")
 
@@ -48,11 +50,20 @@ class Website(BaseHTTPRequestHandler):
         """Nothing is logged."""
 
 
-def test_the_page_of_another_program_is_no_answer(operator):
+@pytest.mark.parametrize(
+    ("status", "sentence"),
+    [
+        (200, "the Control API does not answer at --address="),
+        (404, "(status 404); set --address to its port"),
+        (500, "has failed (status 500); its log has the reason; if that is `no such table`, start"),
+    ],
+)
+def test_the_page_of_another_program_is_no_answer(operator, monkeypatch, status, sentence):
+    monkeypatch.setattr(Website, "status", status)
     http = HTTPServer(("127.0.0.1", 0), Website)
     with serving(http):
-        status, text = operator("list", "--address", f"127.0.0.1:{http.server_address[1]}")
-    assert (status, "the Control API does not answer at --address=" in text) == (2, True), text
+        result, text = operator("list", "--address", f"127.0.0.1:{http.server_address[1]}")
+    assert (result, sentence in text) == (2, True), text
 
 
 def test_names_belong_to_node_ids(superlink):
