@@ -81,7 +81,7 @@ def test_during_imports(command: str, folder: Path) -> None:
 @pytest.mark.heavy
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_at_any_moment(command: str, number: signal.Signals, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_at_any_moment(command: str, number: signal.Signals, folder: Path) -> None:
     counted = call_with_count(command, folder)
     generator = random.Random(f"{command} {number}")
     moments = [generator.randrange(1, counted) for _ in range(12)]

@@ -270,7 +270,7 @@ def test_an_unexpected_error_does_not_reveal_its_text(device, monkeypatch, caplo
 
 
 @pytest.mark.heavy
-def test_another_configuration_or_app_replaces_the_process(plan, device, supervisor, monkeypatch):
+def test_another_configuration_or_app_replaces_the_process(plan, device, supervisor):
     forward(message(RecordDict(), "query.node_info"), device, supervisor=supervisor)
     [first] = processes(supervisor)
     other = copy.deepcopy(device)

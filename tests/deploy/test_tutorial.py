@@ -178,7 +178,7 @@ def commands():
 
 
 @pytest.mark.parametrize("command", commands())
-def test_other_commands_of_the_page_are_valid(command, tmp_path):
+def test_other_commands_of_the_page_are_valid(command):
     program, *arguments = shlex.split(command)
     if program == "fedssl":
         resumed = any(argument.startswith("resume=") for argument in arguments)

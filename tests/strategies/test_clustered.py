@@ -96,7 +96,7 @@ def test_an_invalid_selection_drops_the_update(chosen, reason):
 # --- one-shot clustering ---
 
 
-def test_updates_are_clustered_once(tmp_path):
+def test_updates_are_clustered_once():
     def two_ways(layers, partition):
         step = np.array([1, 0, 0] if partition in (0, 3) else [0, 1, 0], dtype=np.float32)
         return {**layers, "encoder.weight": layers["encoder.weight"] + step * (1 + partition)}

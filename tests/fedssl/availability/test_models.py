@@ -97,7 +97,7 @@ def test_a_missing_trace_is_rejected(tmp_path):
             Trace(num_clients=2, seed=0, file=file, period=None, dropout=0.0)
 
 
-def test_settings_out_of_range_are_rejected(tmp_path):
+def test_settings_out_of_range_are_rejected():
     for settings, message in (
         ({"fraction": 0.0}, "availability.fraction=0.0 must be a number above 0 and at most 1"),
         ({"dropout": 1.5}, "availability.dropout=1.5 must be at most 1"),

@@ -92,7 +92,7 @@ def test_malicious_images_are_left_out(folder, monkeypatch):
     assert "1 images with more than 8 bits are 1,801 to 1,801 of 0 to 65,535" in dark  # sixteen.png: 7 * 256 + 9
 
 
-def test_malicious_images_in_parquet_files_are_left_out(tmp_path, caplog):
+def test_malicious_images_in_parquet_files_are_left_out(tmp_path):
     harmful = [content for content, _ in HARMFUL.values()]
     rows = [*harmful, *HARMLESS.values(), None]
     pq.write_table(pa.table({"img": rows, "label": list(range(len(rows)))}), tmp_path / "train.parquet")

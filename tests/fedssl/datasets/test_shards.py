@@ -168,7 +168,7 @@ def test_folders_of_splits_are_a_column(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["tar.gz", "TGZ"])
-def test_compressed_shards_are_read_like_others(tmp_path: Path, ending: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_compressed_shards_are_read_like_others(tmp_path: Path, ending: str) -> None:
     members = samples(1, 2) | {"0003.json": json.dumps({"label": 0}).encode(), "0004.png": b"damaged"}
     shard(tmp_path / f"train-000.{ending}", members, "w:gz")
     shard(tmp_path / f"train-001.{ending}", samples(5, 3), "w:gz")

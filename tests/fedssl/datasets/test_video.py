@@ -96,7 +96,7 @@ def test_a_searched_frame_is_the_one_in_order(kind):
         assert np.array_equal(frames([number])[0], expected[number])
 
 
-def test_rotation(tmp_path):
+def test_rotation():
     plain = video(STEADY)
     start = plain.index(b"tkhd") + 44  # after version, times, track, duration, layer and volume
     one = 1 << 16
@@ -159,7 +159,7 @@ def test_playlists_are_no_videos(playlist, tmp_path):
         Decoding(channels=1, size=8)(tmp_path / "a.mp4")
 
 
-def test_malicious_files_have_a_reason(tmp_path):
+def test_malicious_files_have_a_reason():
     content = video(STEADY[:5])
     nothing = (content[:40], b"\0\0\0\x18ftypmp42" + bytes(99), content[: len(content) // 3])
     for damaged, reason in [*((one, "") for one in nothing), (sound(), "it has no video")]:

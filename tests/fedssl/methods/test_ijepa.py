@@ -150,7 +150,7 @@ def test_what_cannot_work_is_refused_before_the_run(tmp_path, overrides, message
         Federation(tmp_path, *ON_DIGITS, "strategy=fedavg", *overrides)
 
 
-def test_steps_are_not_captured(tmp_path):
+def test_steps_are_not_captured():
     """The sizes of contexts and targets differ between batches."""
     settings = compose([*ON_DIGITS, "cuda_graphs=true", "optimizer.fused=true"])
     method = build_method(settings.model)

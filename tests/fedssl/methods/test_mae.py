@@ -167,7 +167,7 @@ def failures_of(method, settings) -> tuple[str, ...]:
 
 
 @pytest.mark.heavy
-def test_a_decoder_that_ignores_the_image_is_reported(tmp_path):
+def test_a_decoder_that_ignores_the_image_is_reported():
     """With a learning rate of 0 nothing is learned; a few epochs with a usual one explain some of the pixels."""
     overrides = [*MAE_ON_DIGITS, "encoder.pool=mean", "dataset.limit=300", "threads=1"]
     overrides += ["optimizer=adam", "batch_size=16"]

@@ -60,7 +60,7 @@ def run(tmp_path, overrides, *configs):
     return [tmp_path / "states" / name for name in names]
 
 
-def test_every_device_has_the_encoder_of_the_run(tmp_path, keys, caplog, monkeypatch, capsys):
+def test_every_device_has_the_encoder_of_the_run(tmp_path, keys, monkeypatch, capsys):
     overrides = ["rounds=5", "engine.deliver_every=2", *signing(keys / "fleet")]
     folders = run(tmp_path, overrides, {}, {"authority": keys / "fleet" / "ca.crt"})
     expected = (tmp_path / "run" / "encoder.pt").read_bytes()

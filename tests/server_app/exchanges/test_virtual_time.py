@@ -142,7 +142,7 @@ def test_only_clients_that_are_online_are_sampled():
     assert (clients(report), report.measured["virtual_seconds"], report.measured["virtual_time"]) == ([1], 4.0, 6.0)
 
 
-def test_a_round_waits_until_enough_are_online_together(caplog):
+def test_a_round_waits_until_enough_are_online_together():
     times = {0: OnlineTimes(((0.0, 2.0),), 10.0), 1: OnlineTimes(((1.5, 4.0),), 10.0)}
     run = Run([0.25, 0.25], availability=Online(times), min_updates=2)
     report = run.round()
