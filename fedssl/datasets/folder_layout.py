@@ -26,6 +26,7 @@ from fedssl.errors import InputError, shortened
 from fedssl.logs import log_once
 
 _LEVELS = {"class": ("class",), "owner": ("owner",), "owner/class": ("owner", "class"), "none": ()}
+_MASKS = {"mask", "masks", "annotations", "segmentation", "groundtruth", "ground_truth"}  # names that no class has
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ def list_split(source: Source, query: Query) -> SequenceIndex:
     parts = _without_lone_classes(parts) or {"train": _part(listing, folders)}
     classes = _classes(parts)
     warnings = _inner_splits(listing) if query.split_folders == "auto" and not names else ()
+    if masks := [name for name in classes if name.lower() in _MASKS]:
+        line = (
+            f"{below}: images of {shortened(masks)} are trained on as a class; if these are masks, set dataset.path to "
+        )
+        warnings += (f"{line}the folder of the images",)
     empty = [name for part in parts.values() for name in part.empty]
     empty += [name for name in listing.subfolders(base) if names and name not in names]
     source.log(_layout(listing, parts if names else {}, classes, empty))

@@ -206,6 +206,13 @@ def test_domains_behind_the_words_of_splits(tmp_path: Path) -> None:
     assert classes_of(touch(tmp_path / "words", "VALE/1.png", "TESTS/1.png", "trainAB/1.png"))[1] is None
 
 
+def test_masks_beside_images_are_a_warning(tmp_path: Path) -> None:
+    root = touch(tmp_path, "images/1.jpg", "Masks/1.png")
+    (warning,) = list_split("train", root).warnings
+    assert "images of Masks are trained on as a class; if these are masks, set dataset.path to the folder" in warning
+    assert list_split("train", root / "images").warnings == list_split("train", root, folders="none").warnings == ()
+
+
 def test_links_between_splits(tmp_path: Path) -> None:
     root = touch(tmp_path / "data", "train/a/1.png", "train/b/2.png", "test/b/3.png")
     (root / "test" / "a").symlink_to(root / "train" / "a")
