@@ -27,6 +27,7 @@ from fedssl.atomic_files import make_subfolder, write_text
 from fedssl.config.commands import encoder_file, run_with_overrides, source_of
 from fedssl.config.compose import resolve_config
 from fedssl.config.hydra_internals import apply_overrides
+from fedssl.config.literal import user_path
 from fedssl.config.load import compose
 from fedssl.config.overrides import parse
 from fedssl.config.saved_run import read_settings
@@ -99,10 +100,12 @@ def evaluate_encoder(overrides: Sequence[str]) -> Evaluation:
     if left_out and not results:
         raise InputError(f"{left_out}; choose evaluation=knn or evaluation=linear")
     name = data.name.rpartition("/")[2]
+    path = data.reader.values.get("path")  # relative to this folder, which the report does not have
+    located = Component({**data.reader.values, **({"path": str(user_path(path).absolute())} if path else {})})
     content = {
         "encoder": str(file),
         "evaluation": settings.evaluation.protocol.values,
-        "dataset": asdict(data),
+        "dataset": asdict(replace(data, reader=located)),
         "seed": settings.seed,
         "images": {"train": len(evaluation_input.train.labels), "test": len(evaluation_input.test.labels)},
         "results": to_flat_dict(results),
@@ -141,7 +144,7 @@ def _may_be_written(file: Path, subject: list[Any]) -> bool:
 
 def _subject(content: Any) -> list[Any]:
     """Return what a report is about."""
-    return [Path(content["encoder"]).name, *(content[key] for key in ("evaluation", "dataset", "seed"))]
+    return [Path(content["encoder"]).name, *(content[key] for key in ("evaluation", "dataset", "seed", "images"))]
 
 
 def _tables_of_parts(results: Mapping[str, Score]) -> list[str]:

@@ -32,6 +32,12 @@ def write_encoder(file: Path, *, channels: int = 1, size: int = 8, **metadata: o
     save_encoder(file, encoder, settings=settings, mean=[0.3] * channels, std=[0.4] * channels, metadata=metadata)
 
 
+def write_images(folder: Path) -> None:
+    for number in range(20):
+        (inner := folder / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8), 200 * number, np.uint16)).save(inner / f"{number}.png")
+
+
 def command(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
     monkeypatch.setattr("sys.argv", ["fedssl-evaluate", *overrides])
     monkeypatch.setattr(cli.torch, "set_num_threads", lambda threads: None)
@@ -56,17 +62,22 @@ def test_command_evaluates_a_run_on_its_own_data(
 
 
 def test_another_evaluation_keeps_the_file_of_the_former(finished_run: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = finished_run / "evaluation"
     for overrides in ([], ["evaluation.k=20"], ["dataset.limit=200"], ["evaluation.k=20"]):
         assert command(monkeypatch, f"run={finished_run}", *overrides) == 0
-        (finished_run / "evaluation" / "knn-digits-3.json").touch()  # of somebody else, and no report
-    reports = [finished_run / "evaluation" / f"knn-digits{end}.json" for end in ("", "-2", "-4")]
-    found = [json.loads(file.read_text()) for file in reports]
-    assert [(each["evaluation"]["k"], each["dataset"]["limit"]) for each in found] == [
-        (200, 300),
-        (20, 300),
-        (200, 200),
-    ]
-    assert len([*reports[0].parent.iterdir()]) == 4
+        (folder / "knn-digits-3.json").touch()  # of somebody else, and no report
+    digits = [json.loads((folder / f"knn-digits{end}.json").read_text()) for end in ("", "-2", "-4")]
+    assert [each["evaluation"]["k"] for each in digits] == [200, 20, 200]
+    assert [each["dataset"]["limit"] for each in digits] == [300, 300, 200]
+    for name in ("one", "two", "one"):
+        write_images(finished_run / name / "images")
+        monkeypatch.chdir(finished_run / name)
+        images = ["dataset=folder", "dataset.path=images", "dataset.channels=1", "dataset.cache=null"]
+        assert command(monkeypatch, f"run={finished_run}", *images) == 0
+    images = [json.loads((folder / f"knn-folder{end}.json").read_text())["dataset"] for end in ("", "-2")]
+    paths = [each["reader"]["values"]["path"] for each in images]
+    assert paths == [str(finished_run / name / "images") for name in ("one", "two")]
+    assert len([*folder.iterdir()]) == 6
 
 
 def test_command_standardizes_and_resizes_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -92,9 +103,7 @@ def test_command_scales_pixels_as_in_training_unless_told_otherwise(
     overrides, expected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     write_encoder(tmp_path / "encoder.pt", **{"dataset.window": [0, 4095], "dataset.background": 0})
-    for number in range(20):
-        (folder := tmp_path / "images" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.full((8, 8), 200 * number, np.uint16)).save(folder / f"{number}.png")
+    write_images(tmp_path / "images")
     source = [f"encoder={tmp_path / 'encoder.pt'}", "dataset=folder", f"dataset.path={tmp_path / 'images'}"]
     assert command(monkeypatch, *source, "dataset.channels=1", "dataset.cache=null", *overrides) == 0
     reader = json.loads((tmp_path / "evaluation" / "knn-folder.json").read_text())["dataset"]["reader"]["values"]
