@@ -15,7 +15,7 @@ from fedssl.config.device_task import make_task
 from fedssl.config.load import default_unlabeled_partition, with_run_folder
 from fedssl.config.settings import Settings
 from fedssl.datasets.base import ImageData, load_federated
-from fedssl.errors import InputError
+from fedssl.errors import InputError, shortened
 from fedssl.logs import log
 from fedssl.machine.process import configure_process
 from fedssl.methods.base import SSLMethod, build_method
@@ -53,8 +53,6 @@ from strategies.mods import make_mods
 from strategies.rules import RunParts
 from strategies.run_context import RunContext
 from strategies.types import ServerState
-
-_MAX_LISTED = 8  # clients in a warning
 
 
 @dataclass(frozen=True)
@@ -338,9 +336,8 @@ def clients_with_few_images(settings: Settings, parts: Sequence[np.ndarray], met
             + (f"set partition=iid and num_clients={most} or lower" if most >= needed else "add images")
         )
     if few:
-        listed = ", ".join(map(str, few[:_MAX_LISTED])) + (", ..." if len(few) > _MAX_LISTED else "")
         log.warning(
             "%d of %d clients never train, since %s needs at least %d images: %s",
-            *(len(few), len(parts), type(method).__name__, smallest, listed),
+            *(len(few), len(parts), type(method).__name__, smallest, shortened(few, maximum=8)),
         )
     return frozenset(few)

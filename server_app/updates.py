@@ -8,6 +8,7 @@ from typing import Any
 from flwr.app import Message
 
 from fedssl.arrays import Cosines, GlobalLayers
+from fedssl.errors import shortened
 from fedssl.safe_io import sanitize_line
 from fedssl.wire.device import code_fingerprint
 from fedssl.wire.messages import ClientUpdate, TrainPlan
@@ -74,10 +75,10 @@ class RoundResult:
 
     def clients_by_reason(self) -> dict[str, str]:
         """Return the dropped clients, e.g. ``client 1, 5``, by reason: of diverged training all have the same."""
-        clients: dict[str, list[str]] = {}
+        clients: dict[str, list[int]] = {}
         for client, reason in self.dropped.items():
-            clients.setdefault(reason, []).append(str(client))
-        return {reason: f"client {', '.join(ids)}" for reason, ids in clients.items()}
+            clients.setdefault(reason, []).append(client)
+        return {reason: f"client {shortened(ids, maximum=8)}" for reason, ids in clients.items()}
 
     def too_few(self, num_clients: int, *, needed: int) -> str | None:
         """Return that the updates are too few, and why; None if they are as many as needed."""

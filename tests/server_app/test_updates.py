@@ -5,6 +5,7 @@ import pytest
 
 from fedssl.arrays import GlobalLayers
 from fedssl.wire.messages import ClientUpdate
+from server_app.updates import RoundResult
 from server_app.validation import InvalidUpdate
 from tests.server_app.small import update_validator
 
@@ -19,3 +20,11 @@ def test_no_variance_is_negative():
     check([0.0, 1.0])
     with pytest.raises(InvalidUpdate, match="layer bn.running_var has a negative variance"):
         check([1.0, -0.001])
+
+
+def test_a_message_lists_few_of_thousands_of_clients():
+    result = RoundResult(3, dropped=dict.fromkeys(range(5000), "no reply in time") | {7: "it failed"})
+    assert result.too_few(5000, needed=1) == (
+        "round 3: none of 5000 clients sent a usable update (client 0, 1, 2, 3, 4, 5, 6, 8 and 4,991 more: no reply in "
+        "time; client 7: it failed)"
+    )
