@@ -41,18 +41,11 @@ USAGE = (
     "       Without images: those of the run's clients. --config-dir FOLDER: settings of your own encoder"
 )
 _DEFAULTS = {
-    "run": "",
-    "encoder": "",
-    "images": "",
-    "out": "explore.html",
-    "embeddings": "",
+    **dict.fromkeys(("run", "encoder", "images", "embeddings", "columns", "bands"), ""),
+    **dict.fromkeys(("device", "projection", "clusters"), "auto"),
     "backend": "torch",
-    "device": "auto",
-    "projection": "auto",
-    "clusters": "auto",
+    "out": "explore.html",
     "threshold": "0.95",
-    "columns": "",
-    "bands": "",
     "limit": "10000",
 }
 MAX_LIMIT = 50_000  # images of a page, which a browser displays

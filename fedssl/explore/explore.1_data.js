@@ -13,7 +13,7 @@ const unusual = decode(data.unusual, Float32Array);
 const distances = decode(data.distances, Float32Array);
 const perImage = neighbors.length / Math.max(count, 1);
 for (const column of columns) column.codes = decode(column.codes, Uint32Array);
-const clusters = columns.find((column) => column.title === "cluster");
+const clusters = columns.at(-2); // the last two columns are computed; others may have the same titles
 const searched = names.map((name, row) => [name, ...columns.map((column) => textOf(column, row))].join("\n").toLowerCase());
 
 // Each has a contrast of at least 3 with the light and the dark ground.

@@ -15,8 +15,8 @@ function applyFilter() {
   redraw();
 }
 
-function colorBy(title) {
-  column = columns.find((of) => of.title === title);
+function colorBy(number) {
+  column = columns[number];
   category = -1;
   const sizes = new Uint32Array(column.values.length);
   column.codes.forEach((code) => sizes[code]++);
@@ -98,8 +98,8 @@ function download() {
 
 // Start --------------------------------------------------------------------------------------------------------------
 
-for (const of of columns) $("color").append(element("option", { value: of.title, textContent: of.title }));
-$("color").addEventListener("change", (event) => colorBy(event.target.value));
+columns.forEach((of, number) => $("color").append(element("option", { value: number, textContent: of.title })));
+$("color").addEventListener("change", (event) => colorBy(Number(event.target.value)));
 $("search").addEventListener("input", (event) => {
   filter = event.target.value;
   applyFilter();
@@ -128,7 +128,7 @@ new ResizeObserver(resize).observe(map);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", readTheme);
 Promise.allSettled(waiting).then(redraw);
 $("page").hidden = false;
-colorBy(columns[0].title);
+colorBy(0);
 selectionChanged();
 readTheme();
 resize();

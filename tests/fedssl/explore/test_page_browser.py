@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedssl.explore.columns import column_of
 from fedssl.pages import ROOT as PACKAGE
 from tests.fedssl.explore.test_page import HOSTILE, HOSTILE_LABEL, page_of
 from tests.fedssl.pages.browser import OpenPage, Page, check_only_own_script_runs, needs_browser
@@ -163,6 +164,17 @@ def test_search_and_legend_restrict_all_views(page: Page):
     assert text(page, "found") == f"{dogs} of 150 images"
     page.page.locator("#color").select_option("cluster")
     assert text(page, "found") == "150 of 150 images"
+    assert page.page.locator("#legend button").count() == 3
+
+
+def test_a_column_may_have_the_title_of_a_computed_one(open_page: OpenPage, tmp_path: Path):
+    file = tmp_path / "page.html"
+    file.write_text(page_of(30, columns=[column_of("cluster", ["own"] * 30)]))
+    page = open_page(file.as_uri())
+    assert text(page, "legend") == "own (30)"
+    page.page.locator("[data-view=clusters]").click()
+    assert page.page.locator("#gallery h3").first.inner_text() == "Cluster 1: 11 images, the most typical"
+    page.page.locator("#color").select_option(index=1)
     assert page.page.locator("#legend button").count() == 3
 
 
