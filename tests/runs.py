@@ -1,6 +1,7 @@
 """Runs that take a second, and what their folders say."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,25 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 def read_summary(folder: Path) -> dict[str, Any]:
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return summary
+
+
+def write_run(folder: Path, overrides: Iterable[str], *, status: str = "finished", **more: Any) -> Path:
+    """Create the folder of a run with its summary; ``more`` are further keys."""
+    folder.mkdir(parents=True, exist_ok=True)
+    summary = {"status": status, "reason": None, "overrides": list(overrides), **more}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def change_summary(folder: Path, **changes: Any) -> None:
+    """Replace values in the summary of a run."""
+    (folder / "summary.json").write_text(json.dumps(read_summary(folder) | changes))
+
+
+def write_lines(file: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Append lines of JSON to a file."""
+    with file.open("a") as stream:
+        stream.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def ending(folder: Path) -> tuple[str, int, str | None]:

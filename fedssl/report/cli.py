@@ -52,14 +52,7 @@ def _run(options: argparse.Namespace) -> None:
         raise InputError("--reference compares runs that have ended; remove --paper and --watch")
     failures = [] if options.figures is None else figures(options)
     try:
-        report(
-            options.folders,
-            out=options.out,
-            paper=options.paper,
-            watch=options.watch,
-            metrics=options.metrics,
-            reference=options.reference,
-        )
+        report(options)
     except InputError as error:
         failures.append(str(error))
     if failures:
@@ -93,21 +86,14 @@ def figures(options: argparse.Namespace) -> list[str]:
     return failures
 
 
-def report(
-    folders: Sequence[Path],
-    *,
-    out: Path | None,
-    paper: str | None = None,
-    watch: float | None = None,
-    metrics: Sequence[str] | None = None,
-    reference: str | None = None,
-) -> None:
-    """Print the tables of the runs in folders, or the comparison with a paper or a reference; write them to ``out``.
+def report(options: argparse.Namespace) -> None:
+    """Print the tables of the runs in folders, or the comparison with a paper or a reference; write them to ``--out``.
 
-    Repeat it every ``watch`` seconds until all runs have ended. ``metrics`` are the results in the tables.
+    Repeat it every ``--watch`` seconds until all runs have ended.
     """
-    if paper is not None:
-        read_table(paper)  # raises if it does not exist
+    folders, out, watch = options.folders, options.out, options.watch
+    if options.paper is not None:
+        read_table(options.paper)  # raises if it does not exist
     if out is not None and out.suffix not in FORMATS:
         raise InputError(f"--out {out} must end in one of {', '.join(FORMATS)}, e.g. --out results.md")
     if out is not None and not out.parent.is_dir():
@@ -117,8 +103,8 @@ def report(
     for runs, active in [(find_runs(folders), False)] if watch is None else watch_runs(folders, every=watch):
         if watch is None:
             _check_results(runs)
-        runs = select_metrics(runs, metrics)
-        tables = _tables(runs, paper, reference)
+        runs = select_metrics(runs, options.metrics)
+        tables = _tables(runs, options.paper, options.reference)
         text = "\n\n".join(table.text() for table in tables)
         if text != printed:
             print(f"\n{text}" if printed else text, flush=True)

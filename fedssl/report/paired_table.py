@@ -6,7 +6,7 @@ from statistics import median, median_low
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import IN_PERCENT
 from fedssl.plain_values import flatten
-from fedssl.report.significance import LEVEL, POWER, Difference, compare, detectable
+from fedssl.report.significance import LEVEL, POWER, Difference, compare, detectable, seeds_for
 from fedssl.runs.groups import RunGroup, group_by_seed, is_ignored, same_value, varying
 from fedssl.runs.run import Run
 from fedssl.text_table import TableCell, TextTable, text_cell
@@ -131,7 +131,7 @@ def _paired(group: RunGroup, base: RunGroup, name: str) -> list[float]:
 
 
 def _cells(row: Difference, seeds: int, unit: str) -> list[TableCell]:
-    form, needed = (".1f", row.seeds) if unit in IN_PERCENT else (".3g", None)
+    form, needed = (".1f", seeds_for(row.spread)) if unit in IN_PERCENT else (".3g", None)  # a point of percentages
     return [
         TableCell(str(seeds), numbers=(seeds,)),
         TableCell(f"{row.mean:+{form}} ± {row.spread:{form}}", numbers=(row.mean, row.spread)),

@@ -27,14 +27,13 @@ class Difference:
     high: float
     p: float  # of the two-sided paired t-test, after Holm's correction
     effect: float  # Hedges' g: mean / spread, corrected for the bias of few seeds; 0 for two seeds
-    seeds: int  # with which the test detects a difference of 1 with probability `POWER`, if the spread is the true one
 
 
 def compare(paired: Values) -> dict[str, Difference]:
     """Compare differences, at least two per row, with 0. Holm's correction is over all rows."""
     corrected = holm({name: p_value(row) for name, row in paired.items()})
     return {
-        name: Difference(mean(row), stdev(row), *interval(row), corrected[name], hedges_g(row), seeds_for(stdev(row)))
+        name: Difference(mean(row), stdev(row), *interval(row), corrected[name], hedges_g(row))
         for name, row in paired.items()
     }
 

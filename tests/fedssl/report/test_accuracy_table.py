@@ -11,15 +11,14 @@ import pytest
 from fedssl.evaluation.scores import Score
 from fedssl.report.accuracy_table import NOT_FINISHED, REPEATS, Row, best_rows, run_results, sweep_results
 from fedssl.runs.run import read_run
+from tests.runs import write_lines, write_run
 
 
 def job(folder: Path, overrides: str, status: str = "finished", reason: str | None = None, **federated: float) -> Path:
-    folder.mkdir()
-    summary: dict[str, Any] = {"status": status, "reason": reason, "overrides": overrides.split(), "rounds": 2}
-    if status == "finished":
-        summary["final"] = {"untrained": {"knn": 0.1}, "federated": federated, "pixels": {"knn": 0.2}}
-    (folder / "summary.json").write_text(json.dumps(summary))
-    (folder / "metrics.jsonl").write_text('{"round": 1}\n{"round": 2}\n')
+    final = {"untrained": {"knn": 0.1}, "federated": federated, "pixels": {"knn": 0.2}}
+    results = {"final": final} if status == "finished" else {}
+    write_run(folder, overrides.split(), status=status, reason=reason, rounds=2, **results)
+    write_lines(folder / "metrics.jsonl", [{"round": 1}, {"round": 2}])
     return folder
 
 

@@ -13,16 +13,16 @@ import pytest
 from fedssl.config.load import compose
 from fedssl.config.saved_run import save_run
 from fedssl.runs.run import read_run
+from tests.runs import change_summary, read_summary, write_lines, write_run
 
 
 def job(folder: Path, strategy: str, seed: int, status: str = "finished", knn: float = 0.5) -> Path:
     """A folder as runs leave it; the words do not tell all choices, ``choices.yaml`` does."""
-    folder.mkdir(parents=True)
     overrides = [f"strategy={strategy}", f"seed={seed}"]
-    summary: dict[str, Any] = {"status": status, "reason": None if status == "finished" else "no GPU"}
-    summary |= {"overrides": overrides, "final": {"federated": {"knn": knn}}}
-    (folder / "summary.json").write_text(json.dumps(summary))
-    settings = {"seed": seed, "num_clients": 5, "rounds": 3, "strategy": {"_target_": "strategies.fedavg.FedAvg"}}
+    reason = None if status == "finished" else "no GPU"
+    write_run(folder, overrides, status=status, reason=reason, final={"federated": {"knn": knn}})
+    settings: dict[str, Any] = {"seed": seed, "num_clients": 5, "rounds": 3}
+    settings["strategy"] = {"_target_": "strategies.fedavg.FedAvg"}
     settings["method"] = {"_target_": "fedssl.methods.byol.BYOL"}
     settings["encoder"] = {"_target_": "fedssl.encoders.vit_tiny"}
     settings |= {"partition": {"_target_": "fedssl.partition.dirichlet", "alpha": 0.1}}
@@ -58,8 +58,7 @@ def test_table_of_a_sweep(sweep: Path, command):
 def test_tables_have_csv_files_with_differing_settings_first(sweep: Path, tmp_path: Path, command):
     line = {"round": 1, "seconds": 1.0, "clients": 2, "bytes_down": 20, "bytes_up": 20}
     for number in ("0", "1"):
-        lines = "".join(json.dumps({**line, "round": round}) + "\n" for round in (1, 2, 3))
-        (sweep / number / "metrics.jsonl").write_text(lines)
+        write_lines(sweep / number / "metrics.jsonl", ({**line, "round": round} for round in (1, 2, 3)))
     settings = json.loads((sweep / "2" / "config.yaml").read_text())
     (sweep / "2" / "config.yaml").write_text(json.dumps({**settings, "num_clients": 7}))
     _, out, _ = command(sweep, "--out", tmp_path / "table.csv")
@@ -115,8 +114,7 @@ def test_bad_input_gets_one_sentence(sweep: Path, command, monkeypatch, override
 def test_heads_of_a_paper_are_told_whoever_chose_them(tmp_path: Path, name: str):
     folder = job(tmp_path / "run", "eua", 0)
     save_run(compose([name]).recording, folder)
-    summary = json.loads((folder / "summary.json").read_text())
-    (folder / "summary.json").write_text(json.dumps({**summary, "overrides": [name]}))
+    change_summary(folder, overrides=[name])
     assert read_run(folder).value("method") == ("byol" if name == "method=byol" else "fedu2/byol")
     assert read_run(folder).value("schedule") == "end_to_end"  # no word says so
 
@@ -131,9 +129,9 @@ def test_a_reader_who_stops_early_gets_no_traceback(sweep: Path):
 
 def test_selected_metrics(sweep: Path, command):
     for number, linear in ((0, 0.8), (1, 0.9)):
-        summary = json.loads((sweep / f"{number}" / "summary.json").read_text())
-        summary["final"]["federated"] |= {"linear": linear, "linear_2_per_class": 0.3}
-        (sweep / f"{number}" / "summary.json").write_text(json.dumps(summary))
+        known = read_summary(sweep / f"{number}")["final"]["federated"]
+        final = {"federated": known | {"linear": linear, "linear_2_per_class": 0.3}}
+        change_summary(sweep / f"{number}", final=final)
     header, row = command(sweep, "--metrics", "linear", "knn")[1].splitlines()[:2]
     assert re.findall(r"\w+ \(%\)", header) == ["knn (%)", "linear (%)"]
     assert row.split()[-8:] == ["60.0", "±", "14.1", "85.0", "±", "7.1", "2", "0"]

@@ -14,6 +14,7 @@ from fedssl.errors import InputError
 from fedssl.report.cost_table import cost_table
 from fedssl.runs.costs import CostTotals, sum_costs
 from fedssl.runs.run import read_run
+from tests.runs import write_lines, write_run
 
 GIB = 2**30
 
@@ -25,11 +26,8 @@ def line(*, memory: int = 0, flops: float = 0, seconds: float = 1, clients: int 
 
 
 def job(folder: Path, overrides: str, *lines: dict[str, Any], status: str = "finished") -> Path:
-    folder.mkdir()
-    summary = {"status": status, "reason": "it was stopped", "overrides": overrides.split(), "final": {}}
-    (folder / "summary.json").write_text(json.dumps(summary))
-    numbered = [line | {"round": round} for round, line in enumerate(lines, start=1)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in numbered))
+    write_run(folder, overrides.split(), status=status, reason="it was stopped", final={})
+    write_lines(folder / "metrics.jsonl", (line | {"round": round} for round, line in enumerate(lines, start=1)))
     schedule = dict(word.split("=") for word in overrides.split()).get("schedule", "end_to_end")
     OmegaConf.save({"schedule": OmegaConf.load(CONF / "schedule" / f"{schedule}.yaml")}, folder / "config.yaml")
     (folder / "choices.yaml").write_text(json.dumps({"schedule": schedule}))  # JSON is YAML
@@ -82,8 +80,7 @@ def test_seeds_of_finished_runs_make_one_row(tmp_path: Path):
 
 def test_lines_of_a_round_that_is_repeated_are_rejected(tmp_path: Path):
     folder = job(tmp_path / "0", "rounds=2", line(), line())
-    with (folder / "metrics.jsonl").open("a") as stream:
-        stream.write(json.dumps(line(clients=3) | {"round": 2}) + "\n")
+    write_lines(folder / "metrics.jsonl", [line(clients=3) | {"round": 2}])
     with pytest.raises(InputError, match=r"metrics.jsonl cannot be used \(line 3 has round 2 after 2\)"):
         table_of(folder)
     (folder / "metrics.jsonl").write_text(json.dumps(line() | {"bytes_up": -1}) + "\n")

@@ -3,7 +3,6 @@
 import json
 import re
 from base64 import b64decode
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import mean
@@ -14,7 +13,8 @@ import pytest
 from fedssl.pages import ROOT
 from fedssl.report.accuracy_table import run_results
 from fedssl.report.html_page import encoder_table, page
-from fedssl.runs.run import Run, find_runs
+from fedssl.runs.run import find_runs
+from tests.runs import change_summary, write_lines, write_run
 
 HOSTILE = "</svg></td><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m&amp;\"'"
 VOID = {"meta", "br", "img"}
@@ -23,16 +23,14 @@ SVG = "data:image/svg+xml;base64,"
 
 def job(folder: Path, *words: str, status: str = "finished", reason: str | None = None, knn: float = 0.5) -> Path:
     """A run of two rounds with four images at two clients."""
-    folder.mkdir(parents=True)
-    summary = {"status": status, "reason": reason, "overrides": list(words), "final": {"federated": {"knn": knn}}}
-    (folder / "summary.json").write_text(json.dumps(summary))
+    write_run(folder, words, status=status, reason=reason, final={"federated": {"knn": knn}})
     given = dict(word.partition("=")[::2] for word in words)
     settings = {"rounds": 2, "seed": int(given.get("seed", 0)), "optimizer": {"lr": float(given.get("lr", 0.1))}}
     (folder / "config.yaml").write_text(json.dumps({**settings, "run_id": str(folder)}))
     (folder / "choices.yaml").write_text(json.dumps({"strategy": given.get("strategy", "l_dawa")}))
     cost = {"clients": 2, "bytes_down": 8, "bytes_up": 4, "seconds": 1, "cost": {"flops": 10, "peak_memory": 5}}
     lines = [{"round": n, "loss": 1 / n, "evaluation": {"knn": n * knn / 2}, **cost} for n in (1, 2)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / "metrics.jsonl", lines)
     (folder / "partition.csv").write_text("client,examples,0,1\n0,3,1,2\n1,1,1,0\n")
     return folder
 
@@ -171,8 +169,7 @@ def test_encoders_are_compared_over_seeds(tmp_path: Path, monkeypatch: pytest.Mo
     }
     for name, final in finals.items():
         folder = job(tmp_path / name, f"strategy={'l_dawa' if name[0] == 'a' else 'eua'}", f"seed={name[1]}")
-        summary = json.loads((folder / "summary.json").read_text())
-        (folder / "summary.json").write_text(json.dumps({**summary, "final": final, "units": {"loss": ""}}))
+        change_summary(folder, final=final, units={"loss": ""})
     job(tmp_path / "failed", "strategy=fedavg", status="failed")
     data = encoder_table(find_runs([tmp_path]))
     assert list(data.header) == ["strategy", "encoder", "knn (%)", "loss"]
@@ -188,14 +185,3 @@ def test_encoders_are_compared_over_seeds(tmp_path: Path, monkeypatch: pytest.Mo
     assert "<h2>Encoders under the same protocols</h2>" in page_of(tmp_path)
     assert encoder_table(find_runs([tmp_path / "b0"])).rows == []
     assert "Encoders under" not in page_of(tmp_path / "b0")
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> list[Run]:
-    """Two seeds of a rule, of which the first goes on; one of another, which failed; one of a third, which goes on."""
-    for name, overrides in {"a": ("seed=0",), "b": ("seed=1",), "d": ("strategy=eua",)}.items():
-        job(tmp_path / name, *overrides)
-    job(tmp_path / "c", "strategy=fedavg", status="failed", reason="none delivered")
-    found = {run.folder.name: run for run in find_runs([tmp_path])}
-    going = {name: replace(found[name], running=True, summary=None) for name in ("a", "d")}
-    return list((found | going).values())

@@ -7,6 +7,7 @@ import pandas
 import pytest
 
 from tests.fedssl.report.test_cli import job
+from tests.runs import change_summary, read_summary
 
 
 @pytest.fixture
@@ -40,10 +41,9 @@ def test_differences_are_paired_over_common_seeds(runs: Path, tmp_path: Path, co
 def test_results_without_percent_keep_their_digits_and_have_no_points(runs: Path, tmp_path: Path, command):
     for strategy, values in (("fedavg", (0.40, 0.41, 0.42)), ("eua", (0.41, 0.43, 0.45))):
         for folder in runs.glob(f"{strategy}*"):
-            summary = json.loads((folder / "summary.json").read_text())
-            seed = int(summary["overrides"][1].removeprefix("seed="))
-            summary |= {"final": {"federated": {"regression_r2": values[min(seed, 2)]}}, "units": {"regression_r2": ""}}
-            (folder / "summary.json").write_text(json.dumps(summary))
+            seed = int(read_summary(folder)["overrides"][1].removeprefix("seed="))
+            final = {"federated": {"regression_r2": values[min(seed, 2)]}}
+            change_summary(folder, final=final, units={"regression_r2": ""})
     _, out, _ = command(runs, "--reference", "strategy=fedavg", "--metrics", "regression_r2")
     row = next(line for line in out.splitlines() if line.startswith("eua"))
     assert row.split(maxsplit=3)[3] == "+0.02 ± 0.01  -0.00484 to +0.0448  0.074    +1.1                  -"
@@ -88,9 +88,7 @@ def weigh(folder: Path, weight: float | None) -> None:
     config = json.loads((folder / "config.yaml").read_text())
     (folder / "config.yaml").write_text(json.dumps(config | {"regularizer": {"weight": weight}}))
     if weight is not None:
-        summary = json.loads((folder / "summary.json").read_text())
-        summary["overrides"].append(f"regularizer.weight={weight}")
-        (folder / "summary.json").write_text(json.dumps(summary))
+        change_summary(folder, overrides=[*read_summary(folder)["overrides"], f"regularizer.weight={weight}"])
 
 
 def test_a_setting_that_only_one_has_is_no_difference(tmp_path: Path, command):

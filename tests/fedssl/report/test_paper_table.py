@@ -1,6 +1,5 @@
 """A paper's table beside runs: the numbers, which runs belong to which, and what differs."""
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from fedssl.config.saved_run import save_run
 from fedssl.report.paper_table import PaperRow, match_runs, read_table, table_names
 from fedssl.runs.run import find_runs
 from tests.experiments.every import EXPERIMENTS, check_saved_overrides
+from tests.runs import change_summary, write_run
 
 NAMES = table_names()
 TABLE1 = ["experiment=l_dawa/table1", "strategy=l_dawa", "local_epochs=5"]
@@ -20,15 +20,9 @@ TABLE1 = ["experiment=l_dawa/table1", "strategy=l_dawa", "local_epochs=5"]
 
 def job(folder: Path, *overrides: str, **final: dict[str, float]) -> Path:
     """A finished run with these words and results."""
-    folder.mkdir(parents=True)
+    write_run(folder, (), final=final)
     save_run(compose(list(overrides)).recording, folder)
-    finish(folder, **final)
     return folder
-
-
-def finish(folder: Path, **final: dict[str, float]) -> None:
-    summary = {"status": "finished", "reason": None, "overrides": [], "final": final}
-    (folder / "summary.json").write_text(json.dumps(summary))
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +31,7 @@ def runs(tmp_path_factory) -> Path:
     job(folder / "0", *TABLE1, "seed=0", "dataset.path=/here", federated={"linear": 0.61}, untrained={"linear": 0.2})
     job(folder / "1", *TABLE1, "seed=1", "precision=fp32", federated={"linear": 0.65})
     shutil.copytree(folder / "1", folder / "again")  # repeats a seed, with another result
-    finish(folder / "again", federated={"linear": 0.1})
+    change_summary(folder / "again", final={"federated": {"linear": 0.1}})
     job(folder / "small", *TABLE1, "rounds=3", "dataset.limit=500", federated={"linear": 0.4})
     job(folder / "knn", *TABLE1, "strategy=fedavg", "final_evaluation=knn", federated={"knn": 0.4})
     ten = {"linear": 0.5, "linear_l_dawa": 0.69}
