@@ -14,6 +14,7 @@ lines are the accuracies of that encoder and of raw pixels: gray if they are tho
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -144,7 +145,8 @@ def plot_accuracy(runs: Sequence[Run]) -> PlotData | None:
     evaluations = [[_points_of(run) for run in group.runs] for group in groups]
     points_of_all = [point for of_group in evaluations for of_run in of_group for point in of_run]
     names = dict.fromkeys(name for point in points_of_all for name in point.scores)
-    protocols = _evaluated_in_rounds(groups) or list(filter(runs[0].selects, names))
+    in_rounds = _names_in_rounds(accuracies_by_round(run) for group in groups for run in group.runs)
+    protocols = in_rounds or list(filter(runs[0].selects, names))
     if not protocols:
         return None
     has_virtual_time = any(point.virtual_seconds is not None for point in points_of_all)
@@ -198,12 +200,9 @@ def _points_of(run: Run) -> list[EvaluationPoint]:
     )
 
 
-def _evaluated_in_rounds(groups: Sequence[RunGroup]) -> list[str]:
-    names: dict[str, None] = {}
-    for run in (run for group in groups for run in group.runs):
-        for scores in map(_accuracies_of, read_jsonl(run.folder / "metrics.jsonl")):
-            names |= dict.fromkeys(filter(run.selects, scores))
-    return list(names)
+def _names_in_rounds(runs: Iterable[Accuracies]) -> list[str]:
+    """Return the names of the results in rounds, without those before the first."""
+    return list(dict.fromkeys(name for run in runs for round, of_round in run.items() if round for name in of_round))
 
 
 def _add_legend(figure: "Figure") -> None:
@@ -245,11 +244,11 @@ def accuracies_by_round(run: Run) -> Accuracies:
 
 
 def mean_points(runs: Sequence[Accuracies], pair: tuple[str, str]) -> list[tuple[Any, ...]]:
-    """Return the rounds in which all runs have both results, and mean and standard deviation of each."""
-    rounds = set.intersection(*({round for round, values in run.items() if values.keys() >= set(pair)} for run in runs))
+    """Return the rounds of all runs that have both results, and mean and standard deviation of each."""
+    both = [{round: values for round, values in run.items() if values.keys() >= set(pair)} for run in runs]
     points = []
-    for round in sorted(rounds):
-        own, other = ([run[round][name] for run in runs] for name in pair)
+    for round, of_runs in _common_rounds(both):
+        own, other = ([values[name] for values in of_runs] for name in pair)
         points.append((round, *mean_and_std(own), *mean_and_std(other)))
     return points
 
@@ -261,8 +260,7 @@ def plot_tradeoff(runs: Sequence[Run]) -> PlotData | None:
     """
     groups = group_by_seed(runs)
     values = [[accuracies_by_round(run) for run in group.runs] for group in groups]
-    in_rounds = (of_round for group in values for run in group for round, of_round in run.items() if round)
-    names = list(dict.fromkeys(name for of_round in in_rounds for name in of_round))
+    names = _names_in_rounds(chain.from_iterable(values))
     pairs = [(own, name) for name in names for own, at, _ in [name.partition("@")] if at and own in names]
     if not pairs:
         return None

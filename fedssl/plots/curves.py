@@ -4,6 +4,7 @@ A run plots them at its end; ``fedssl-report --figures`` also while it is runnin
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +51,8 @@ def plot_cosines(folder: Path) -> PlotData | None:
     At the top L-DAWA's Fig. 4: the cosine of all weights as one vector, mean and standard deviation over clients. At
     the bottom the cosines of layers: thin lines are means over clients, the thick one is the mean weighted by size.
     """
-    lines = read_jsonl(folder / "clients.jsonl", required=("cosine",))
-    lines = [line for line in lines if line.get("model_cosine") is not None and line["cosine"]]
+    lines = read_jsonl(folder / "clients.jsonl", required=("client", "cosine", "model_cosine", "layer_cosine"))
+    lines = [line for line in lines if line["model_cosine"] is not None and line["cosine"]]
     if not lines:
         return None
     several = len({line.get("model") for line in lines}) > 1
@@ -67,25 +68,24 @@ def plot_cosines(folder: Path) -> PlotData | None:
     for axes in figure.axes:
         axes.ticklabel_format(axis="y", useOffset=False)  # cosines are near 1
         axes.legend()
-    whole = [
+    whole = (
         (line["round"], line["client"], key, line[key]) for line in lines for key in ("model_cosine", "layer_cosine")
-    ]
-    layers = [(line["round"], line["client"], *pair) for line in lines for pair in line["cosine"].items()]
-    return PlotData(figure, [("round", "client", "of", "cosine"), *whole, *layers])
+    )
+    layers = ((line["round"], line["client"], *pair) for line in lines for pair in line["cosine"].items())
+    return PlotData(figure, chain([("round", "client", "of", "cosine")], whole, layers))
 
 
 def _plot_layers(axes: "Axes", lines: Sequence[Mapping[str, Any]], color: str) -> None:
     from matplotlib import colormaps
 
-    layers: dict[str, list[dict[str, Any]]] = {}
+    layers: dict[str, dict[int, list[float]]] = {}
     for line in lines:
         for name, cosine in line["cosine"].items():
-            layers.setdefault(name, []).append({"round": line["round"], "cosine": cosine})
+            layers.setdefault(name, {}).setdefault(line["round"], []).append(cosine)
     shades = colormaps["viridis"](np.linspace(0, 1, len(layers)))
     for shade, (name, cosines) in zip(shades, layers.items(), strict=True):
-        values = by_round(cosines, "cosine")
-        means = list(map(np.mean, values.values()))
-        axes.plot(list(values), means, color=shade, linewidth=0.5, label=f"_{name}")  # _: not in the legend
+        means = list(map(np.mean, cosines.values()))
+        axes.plot(list(cosines), means, color=shade, linewidth=0.5, label=f"_{name}")  # _: not in the legend
     axes.plot([], [], color=shades[len(shades) // 2], linewidth=0.5, label="layers, the first dark, the last bright")
     clients = by_round(lines, "layer_cosine")
     means = list(map(np.mean, clients.values()))

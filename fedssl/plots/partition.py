@@ -115,7 +115,7 @@ def _figure(counts: np.ndarray, names: Sequence[str], kind: str) -> "Figure":
     corners = [(left, client - half), (right, client - half), (right, client + half), (left, client + half)]
     rectangles = np.stack([np.stack(corner, axis=1) for corner in corners], axis=1)
     axes.add_collection(PolyCollection(list(rectangles), facecolors=shades[label], linewidths=0))
-    axes.set(xlim=(0, right.max() * 1.02), ylim=(num_clients - 0.5, -0.5), xlabel="images")
+    axes.set(xlim=(0, right.max(initial=1) * 1.02), ylim=(num_clients - 0.5, -0.5), xlabel="images")
     axes.set_ylabel("client" if step == 1 else f"client (one of {step})")
     axes.yaxis.set_major_locator(MaxNLocator(20, integer=True))
     axes.spines[["top", "right"]].set_visible(False)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedssl.errors import InputError
-from fedssl.evaluation.scores import ACCURACY
+from fedssl.plots.comparisons import accuracies
 from fedssl.plots.style import PlotData, new_figure
 from fedssl.runs.groups import RunGroup, group_by_seed
 from fedssl.runs.run import Run
@@ -64,8 +64,7 @@ def cliques(ranks: Sequence[float], difference: float) -> list[tuple[int, int]]:
 def plot_critical_difference(runs: Sequence[Run]) -> PlotData:
     """Plot mean ranks of strategies with Nemenyi's critical difference, a row for each final accuracy."""
     groups = group_by_seed([run for run in runs if run.finished])
-    results = [run.results for group in groups for run in group.runs]
-    protocols = list(dict.fromkeys(name for scores in results for name, s in scores.items() if s.unit == ACCURACY))
+    protocols = dict.fromkeys(name for group in groups for run in group.runs for name in accuracies(run.results))
     compared = {name: _shortened(complete_blocks(_table(groups, name))) for name in protocols}
     compared = {name: found for name, found in compared.items() if len(found) > 2 and min(map(len, found.values())) > 1}
     if not compared:

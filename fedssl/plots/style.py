@@ -6,7 +6,8 @@ strategies.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 
 _MAX_LENGTH = 200  # of a text in a figure
+_OWN_FONT = "DejaVu Sans"  # which matplotlib comes with
 
 SCREEN_FORMATS = ("png",)  # at the end of a run
 PAPER_FORMATS = ("png", "pdf", "csv")  # of fedssl-report
@@ -132,9 +134,32 @@ def sanitize_texts(figure: "Figure") -> None:
     """Make all texts of a figure printable and short, without formulas; some may be of other programs."""
     from matplotlib.text import Text
 
-    for text in figure.findobj(Text):
+    texts = figure.findobj(Text)
+    for text in texts:
         text.set_text(sanitize(text.get_text(), lines=True)[:_MAX_LENGTH])
         text.set_parse_math(False)
+    fonts = _fonts_with(frozenset("".join(text.get_text() for text in texts)))
+    for text in texts if fonts else ():
+        text.set_fontfamily([*text.get_fontfamily(), *fonts])
+
+
+@cache
+def _fonts_with(characters: frozenset[str]) -> list[str]:
+    """Return installed fonts that have the characters which matplotlib's own lacks, such as Chinese ones."""
+    from matplotlib.font_manager import findfont, fontManager, get_font
+
+    fonts = {str(findfont(_OWN_FONT)): _OWN_FONT}
+    fonts |= {font.fname: font.name for font in fontManager.ttflist if "LastResort" not in font.fname}  # boxes alone
+    found, missing = list[str](), characters - {"\n"}
+    for file, name in fonts.items():
+        if not missing:
+            break
+        with suppress(OSError, RuntimeError):  # it was removed, or is damaged
+            font = get_font(file)
+            lacking = frozenset(character for character in missing if not font.get_char_index(ord(character)))
+            found += [name] * (lacking != missing)
+            missing = lacking
+    return found[1:]
 
 
 def _write(figure: "Figure", file: Path, **options: Any) -> None:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedssl.errors import InputError
-from fedssl.evaluation.scores import ACCURACY, column_title, mean_and_std
-from fedssl.plots.comparisons import line_styles
+from fedssl.evaluation.scores import column_title, mean_and_std
+from fedssl.plots.comparisons import accuracies, line_styles
 from fedssl.plots.style import PlotData, new_figure, plot_band
 from fedssl.runs.groups import RunGroup, group_by_seed
 from fedssl.runs.run import Run
@@ -40,8 +40,7 @@ def read_sweep(runs: Sequence[Run], number: int, *, plot: str, what: str, exampl
         raise InputError(
             f"{plot} needs runs in which {what}, and {found}; give the folder of a sweep such as fedssl -m {example}"
         )
-    results = [run.results for group in groups for run in group.runs]
-    protocols = list(dict.fromkeys(name for scores in results for name, s in scores.items() if s.unit == ACCURACY))
+    protocols = list(dict.fromkeys(name for group in groups for run in group.runs for name in accuracies(run.results)))
     if not protocols:
         raise InputError("no run has a final accuracy; run again with final_evaluation=probes")
     labeled: dict[str, list[RunGroup]] = {}

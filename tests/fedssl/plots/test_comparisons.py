@@ -1,7 +1,6 @@
 """Figures of several runs: groups, steps, means over seeds, and the value that was swept, from folders made by hand."""
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from fedssl.plots.forgetting import ClientForgetting, mean_forgetting
 from fedssl.plots.registry import write_plot
 from fedssl.runs.groups import group_by_seed
 from fedssl.runs.run import Run, find_runs, select_metrics
+from tests.runs import write_lines, write_run
 
 
 def round_of(number: int, flops: float | None = 10.0, **knn: float) -> dict[str, Any]:
@@ -22,15 +22,12 @@ def round_of(number: int, flops: float | None = 10.0, **knn: float) -> dict[str,
 
 def made(folder: Path, *overrides: str, knn=0.5, lines=None, final=None) -> Run:
     """Return a run folder with these overrides; every client's cosine falls by 0.1 in each round."""
-    folder.mkdir(parents=True)
-    final = {"federated": {"knn": knn}} if final is None else final
-    summary = {"status": "finished", "reason": None, "overrides": list(overrides), "final": final}
-    (folder / "summary.json").write_text(json.dumps(summary))
+    write_run(folder, overrides, final={"federated": {"knn": knn}} if final is None else final)
     lines = [round_of(1, knn=knn - 0.1), round_of(2), round_of(3, knn=knn)] if lines is None else lines
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / "metrics.jsonl", lines)
     pairs = [(round, client) for round in (1, 2) for client in (0, 1)]
     clients = [{"round": r, "client": client, "model_cosine": 1 - 0.1 * r - 0.02 * client} for r, client in pairs]
-    (folder / "clients.jsonl").write_text("".join(json.dumps(line) + "\n" for line in clients))
+    write_lines(folder / "clients.jsonl", clients)
     (run,) = find_runs([folder])
     return run
 

@@ -1,6 +1,5 @@
 """Curves from hand-made lines of a run folder."""
 
-import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -12,10 +11,7 @@ from matplotlib.figure import Figure
 from fedssl.errors import InputError
 from fedssl.evaluation.collapse_metrics import gaussian_spectrum
 from fedssl.plots.registry import write_plot
-
-
-def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+from tests.runs import write_lines
 
 
 @pytest.fixture
@@ -78,6 +74,14 @@ def test_plot_cosines(tmp_path: Path, drawn: dict[str, Any]):
     np.testing.assert_allclose(drawn["mean over layers by size"], [(1, 0.7), (2, 0.75)])
     np.testing.assert_allclose(drawn["_a"], [(1, 0.75), (2, 1.0)])  # layers: the mean over clients
     np.testing.assert_allclose(drawn["_b"], [(1, 0.65), (2, 0.5)])
+
+
+def test_lines_without_cosines_of_layers_are_refused(tmp_path: Path):
+    line = of_client(1, 0, 0.99, 0.8, a=0.9)
+    del line["layer_cosine"]
+    write_lines(tmp_path / "clients.jsonl", [line])
+    with pytest.raises(InputError, match="line 1 has no layer_cosine"):
+        write_plot("cosines", tmp_path, tmp_path)
 
 
 def spectrum_of(*values: float) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 import csv
 import io
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from fedssl.plots.partition import partition_table
+from fedssl.plots.partition import partition_table, plot_partition
 
 
 def test_table_counts_by_hand() -> None:
@@ -17,3 +18,10 @@ def test_table_counts_by_hand() -> None:
     assert rows[1:] == [["0", "3", "2", "0", "1"], ["1", "2", "0", "0", "2"]]
     assert partition_table(parts, (labels, ())).splitlines()[:2] == ["client,examples,0,1,2", "0,3,2,0,1"]
     assert partition_table(parts, (None, ())).splitlines() == ["client,examples", "0,3", "1,2"]
+
+
+def test_clients_without_images_have_a_figure(tmp_path: Path) -> None:
+    (tmp_path / "partition.csv").write_text("client,examples\n0,0\n1,0\n")
+    data = plot_partition(tmp_path)
+    assert data is not None
+    assert list(data.rows) == [["client", "examples"], [0, 0], [1, 0]]

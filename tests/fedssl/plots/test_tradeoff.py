@@ -1,7 +1,6 @@
 """The trade-off between two data sets: its points by hand, its file, and a run that logs both in every round."""
 
 import csv
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,23 +12,21 @@ from fedssl.plots.comparisons import accuracies_by_round, mean_points
 from fedssl.plots.registry import write_plot
 from fedssl.runs.run import Run, find_runs
 from simulation.run import run
-from tests.runs import read_lines, read_summary
+from tests.runs import read_lines, read_summary, write_lines, write_run
 
 PAIR = ("knn", "knn@source")
 
 
 def made(folder: Path, *overrides: str, rounds: dict[int, tuple[float, float]], first=(0.2, 0.9)) -> Run:
-    folder.mkdir(parents=True)
     untrained = dict(zip(PAIR, first, strict=True)) if first else {}
     final = {"federated": {"knn": 0.5}, "untrained": untrained, "pixels": {"knn": 0.1}}
-    summary = {"status": "finished", "reason": None, "overrides": list(overrides), "final": final}
-    (folder / "summary.json").write_text(json.dumps(summary))
+    write_run(folder, overrides, final=final)
     lines = [
         {"round": round, "clients": 2, "loss": 1.0, "evaluation": {**dict(zip(PAIR, values, strict=True)), "rank": 7.0}}
         | {"units": {"rank": ""}}
         for round, values in rounds.items()
     ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / "metrics.jsonl", lines)
     (found,) = find_runs([folder])
     return found
 
@@ -43,6 +40,7 @@ def test_points_by_hand(tmp_path: Path) -> None:
     assert values[0] == {seed: {"knn": one, "knn@source": other} for seed, (one, other) in enumerate(expected)}
     points = mean_points(values, PAIR)
     np.testing.assert_allclose(points, [(0, 0.3, 0.02**0.5, 0.9, 0), (1, 0.5, 0.02**0.5, 0.8, 0)], atol=1e-12)
+    assert mean_points([*values, {1: {"knn": 0.9}}], PAIR) == points  # of a run that was not evaluated on both
 
 
 def test_the_file_has_a_line_for_each_group_and_round(tmp_path: Path) -> None:
