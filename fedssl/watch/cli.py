@@ -10,6 +10,7 @@ other users of the machine, and pages of other sites that reach this server unde
 All addresses in the page are relative, so that a proxy may add a prefix.
 """
 
+import errno
 import gzip
 import hmac
 import json
@@ -23,7 +24,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from fedssl.command_line import run_command
 from fedssl.config.literal import user_path
@@ -59,9 +60,12 @@ class WatchServer(ThreadingHTTPServer):
                 return
             except OSError as error:
                 problem = error
+                if error.errno != errno.EADDRINUSE:
+                    break
         shown = f"port={port}" if port is not None else f"port={ports[0]} to {ports[-1]}"
         raise InputError(
-            f"host={host} {shown} cannot be used ({problem.strerror}); choose another port, or port=0 for any free one"
+            f"host={host} {shown} cannot be used ({problem.strerror}); choose another port, or port=0 for any free "
+            "one, or an IPv4 address of this machine as host"
         ) from problem
 
     @property
@@ -70,8 +74,8 @@ class WatchServer(ThreadingHTTPServer):
 
     def respond(self, path: str) -> tuple[HTTPStatus, str, str]:
         """Return status, type and content, or the new place, of a path with its query."""
-        parts = urlsplit(path)
-        *_, key, name = ["", *parts.path.split("/")]
+        path, _, query = path.partition("?")
+        *_, key, name = ["", *path.split("/")]
         if hmac.compare_digest(name.encode(), self.key.encode()):
             return HTTPStatus.FOUND, _TEXT, f"{name}/"  # the slash is missing, which relative addresses need
         if not hmac.compare_digest(key.encode(), self.key.encode()):
@@ -81,7 +85,7 @@ class WatchServer(ThreadingHTTPServer):
         if name == "runs.json":
             return HTTPStatus.OK, _JSON, json.dumps(self.watcher.overview(), allow_nan=False)
         if name == "run.json":
-            (run_id,) = parse_qs(parts.query).get("id", [""])[:1]
+            (run_id,) = parse_qs(query).get("id", [""])[:1]
             return HTTPStatus.OK, _JSON, json.dumps(self.watcher.details(run_id), allow_nan=False)
         return HTTPStatus.NOT_FOUND, _TEXT, "There is nothing here.\n"
 

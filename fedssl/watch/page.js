@@ -7,7 +7,7 @@ const TITLES = {
   rank: "effective rank of representations", layers: "cosines of layers, mean over clients",
 };
 const byId = (id) => document.getElementById(id);
-let selected = decodeURIComponent(location.hash.slice(1)), failures = 0, timer;
+let selected = location.hash.slice(1), failures = 0, timer;
 
 function make(parent, tag, text, attributes = {}) {
   const element = parent.namespaceURI === SVG || tag === "svg" ? document.createElementNS(SVG, tag) : document.createElement(tag);
@@ -84,8 +84,8 @@ function plot(figure) {
     make(svg, "line", undefined, { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) });
     make(svg, "text", number(value), { x: LEFT - 4, y: y(value) + 4, "text-anchor": "end" });
   }
-  make(svg, "text", first, { x: LEFT, y: HEIGHT - 4 });
-  make(svg, "text", `round ${last}`, { x: WIDTH - RIGHT, y: HEIGHT - 4, "text-anchor": "end" });
+  make(svg, "text", rounds.length > 1 ? first : `round ${first}`, { x: LEFT, y: HEIGHT - 4 });
+  if (rounds.length > 1) make(svg, "text", `round ${last}`, { x: WIDTH - RIGHT, y: HEIGHT - 4, "text-anchor": "end" });
   for (const { points, level, color, dash, thin } of lines) {
     const path = points ? points : [[first, level], [last, level]];
     const style = `stroke: ${color}${thin ? "; stroke-width: 1" : ""}`;
@@ -213,7 +213,7 @@ async function poll() {
 }
 
 addEventListener("hashchange", () => {
-  selected = decodeURIComponent(location.hash.slice(1));
+  selected = location.hash.slice(1);
   poll();
 });
 document.addEventListener("visibilitychange", () => (document.hidden ? clearTimeout(timer) : poll()));

@@ -12,11 +12,7 @@ from fedssl.runs.run import acquire_lock
 from fedssl.watch.live_run import LiveRun, thin
 from fedssl.watch.watcher import Watcher
 from tests.fedssl.report.test_html_page import HOSTILE, job
-
-
-def append(folder: Path, name: str, *lines: dict[str, Any]) -> None:
-    with (folder / name).open("a") as stream:
-        stream.writelines(json.dumps(line) + "\n" for line in lines)
+from tests.runs import change_summary, write_lines
 
 
 def read(run: LiveRun) -> dict[str, Any]:
@@ -51,7 +47,9 @@ def test_a_run_is_followed_through_its_states(folder: Path, monkeypatch: pytest.
     (folder / "config.yaml").write_text('{"rounds": 9, "seed": 0}')
     with acquire_lock(folder):
         assert read(run)["state"] == "running"
-        append(folder, "metrics.jsonl", {"round": 3, "seconds": 4, "clients": 1, "late": 2, "dropped": {"7": HOSTILE}})
+        write_lines(
+            folder / "metrics.jsonl", [{"round": 3, "seconds": 4, "clients": 1, "late": 2, "dropped": {"7": HOSTILE}}]
+        )
         details = read(run)
         assert details["values"]["late"] == [[1, 0], [2, 0], [3, 2]]
         assert details["values"]["dropped"][-1] == [3, 1]
@@ -69,9 +67,8 @@ def test_a_run_is_followed_through_its_states(folder: Path, monkeypatch: pytest.
 
 
 def test_a_run_has_the_baselines_of_an_equal_task(folder: Path):
-    summary = json.loads((folder / "summary.json").read_text())
     final = {"federated": {"knn": 0.5}, "untrained": {"knn": 0.2, "linear": 0.1}, "pixels": {"knn": 0.4}}
-    (folder / "summary.json").write_text(json.dumps({**summary, "final": final}))
+    change_summary(folder, final=final)
     settings = json.loads((folder / "config.yaml").read_text())
     changes = {"equal": {"rounds": 9}, "other_seed": {"seed": 1}, "other_data": {"dataset": {"limit": 5}}}
     for name, changed in changes.items():
@@ -96,15 +93,15 @@ def test_layer_cosines_are_means_over_clients(folder: Path):
     run = LiveRun(folder)
     assert read(run)["layers"] == {}
     rows = [(1, 0.5, 1.0), (1, 0.7, 0.0), (2, 0.9, 0.2)]
-    append(folder, "clients.jsonl", *({"round": n, "client": 0, "cosine": {"a": a, "b": b}} for n, a, b in rows))
+    write_lines(folder / "clients.jsonl", ({"round": n, "client": 0, "cosine": {"a": a, "b": b}} for n, a, b in rows))
     assert read(run)["layers"] == {"a": [[1, 0.6], [2, 0.9]], "b": [[1, 0.5], [2, 0.2]]}
-    append(folder, "clients.jsonl", {"round": 2, "client": 1, "cosine": {"a": 0.7, "b": None}})
+    write_lines(folder / "clients.jsonl", [{"round": 2, "client": 1, "cosine": {"a": 0.7, "b": None}}])
     assert read(run)["layers"] == {"a": [[1, 0.6], [2, 0.8]], "b": [[1, 0.5], [2, 0.2]]}
 
 
 def test_problems_are_collapse_damage_and_losses_without_a_value(folder: Path):
     health = {"global": {"effective_rank": 1.2, "covariance_rank": 9.0, "spread": 0.01}, "clients": {"spread": 0.5}}
-    append(folder, "metrics.jsonl", {"round": 3, "clients": 2, "loss": math.nan, "health": health})
+    write_lines(folder / "metrics.jsonl", [{"round": 3, "clients": 2, "loss": math.nan, "health": health}])
     with (folder / "metrics.jsonl").open("a") as stream:
         stream.write("damaged\n")
     details = read(LiveRun(folder))
@@ -129,8 +126,8 @@ def test_problems_are_collapse_damage_and_losses_without_a_value(folder: Path):
     ],
 )
 def test_lines_of_other_programs_are_no_error(folder: Path, line: dict[str, Any]):
-    append(folder, "metrics.jsonl", line)
-    append(folder, "clients.jsonl", {**line, "cosine": line.get("evaluation")})
+    write_lines(folder / "metrics.jsonl", [line])
+    write_lines(folder / "clients.jsonl", [{**line, "cosine": line.get("evaluation")}])
     assert read(LiveRun(folder))["values"]["loss"] == [[1, 1], [2, 0.5]]
 
 

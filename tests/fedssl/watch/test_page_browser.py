@@ -1,6 +1,5 @@
 """The live view in Chromium while runs change, and its look."""
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +9,8 @@ import pytest
 from fedssl.watch.cli import WatchServer
 from tests.fedssl.pages.browser import OpenPage, needs_browser
 from tests.fedssl.report.test_html_page import HOSTILE, job
-from tests.fedssl.watch.test_live_run import append
 from tests.fedssl.watch.test_server import serving
+from tests.runs import change_summary, write_lines
 from tests.test_docs import ROOT
 
 pytestmark = needs_browser
@@ -39,8 +38,8 @@ def test_the_view_follows_runs_without_reloading(open_page: OpenPage, server: Wa
     cosines = {"round": 3, "client": 0, "cosine": {HOSTILE: 0.5}}
     health = {"global": {"effective_rank": 1.2}}
     line = {"round": 3, "clients": 2, "loss": 0.125, "dropped": {"4": HOSTILE}, "health": health}
-    append(folder, "clients.jsonl", cosines)
-    append(folder, "metrics.jsonl", line)
+    write_lines(folder / "clients.jsonl", [cosines])
+    write_lines(folder / "metrics.jsonl", [line])
     expect(view.page.locator("#charts")).to_contain_text("loss 0.125")
     expect(view.page.locator("#problems")).to_contain_text("has collapsed in round 3")
     assert "client 4: </svg>" in view.page.locator("#dropped").inner_text()
@@ -61,6 +60,17 @@ def test_the_view_follows_runs_without_reloading(open_page: OpenPage, server: Wa
     assert "No answer from fedssl-watch" in status.inner_text()
 
 
+def test_a_run_of_one_round_has_one_label(open_page: OpenPage, server: WatchServer, tmp_path: Path):
+    folder = job(tmp_path / "runs" / "short")
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text(lines[0])
+    view = open_page(f"{address(server)}#%")  # a fragment of somebody else
+    view.page.wait_for_selector("figure[data-name=loss]")
+    texts = view.page.locator("figure[data-name=loss] svg text").all_text_contents()
+    assert [text for text in texts if "round" in text] == ["round 1"]
+    assert view.messages == []
+
+
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
 def test_the_view_fits_and_is_read_by_keys(
     open_page: OpenPage, server: WatchServer, tmp_path: Path, width: int, dark: bool
@@ -70,12 +80,13 @@ def test_the_view_fits_and_is_read_by_keys(
         rows = [(round, client) for round in (1, 2) for client in range(2)]
         cosines = [{"encoder.conv.weight": 0.5 + client / 10, "encoder.bias": 0.9} for _, client in rows]
         lines = [{"round": n, "client": k, "cosine": cosine} for (n, k), cosine in zip(rows, cosines, strict=True)]
-        append(folder, "clients.jsonl", *lines)
+        write_lines(folder / "clients.jsonl", lines)
         (folder / "run.log").write_text("2026-01-01 round 1/2 " + "long " * 100)
-        append(folder, "metrics.jsonl", {"round": 3, "clients": 1, "health": {"global": {"effective_rank": 1.1}}})
-        summary = json.loads((folder / "summary.json").read_text())
-        final = {kind: {"knn": value} for kind, value in (("untrained", 0.3), ("pixels", 0.4), ("federated", 0.5))}
-        (folder / "summary.json").write_text(json.dumps({**summary, "final": final}))
+        write_lines(
+            folder / "metrics.jsonl", [{"round": 3, "clients": 1, "health": {"global": {"effective_rank": 1.1}}}]
+        )
+        values = {"untrained": 0.3, "pixels": 0.4, "federated": 0.5}
+        change_summary(folder, final={kind: {"knn": value} for kind, value in values.items()})
     view = open_page(address(server), width=width, dark=dark)
     view.page.wait_for_selector("#charts figure[data-name=layers]")
     view.check_layout()

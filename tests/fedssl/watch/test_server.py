@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
+from http.server import HTTPServer
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,14 @@ def test_an_occupied_port_is_refused_or_followed_by_the_next(server: WatchServer
     with WatchServer(server.watcher) as other:
         assert port < other.server_address[1] < port + 20
         assert other.key != server.key
+
+
+def test_an_address_of_another_machine_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tried, bind = [], HTTPServer.server_bind
+    monkeypatch.setattr(HTTPServer, "server_bind", lambda server: tried.append(server) or bind(server))
+    with pytest.raises(InputError, match="host=192.0.2.1 port=.* or an IPv4 address of this machine as host"):
+        WatchServer(Watcher([tmp_path]), host="192.0.2.1")
+    assert len(tried) == 1
 
 
 @pytest.mark.parametrize(
