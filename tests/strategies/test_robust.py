@@ -19,6 +19,7 @@ from tests.contexts import run_context
 from tests.federation import Federation
 from tests.server_app.small import LAYERS
 from tests.server_app.test_round import crash, good, run_round
+from tests.strategies import made
 
 RULES = {"median": median, "trimmed_mean": trimmed_mean, "krum": krum, "multi-krum": partial(krum, select=3)}
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
@@ -28,16 +29,9 @@ def update(partition_id, **layers):
     return ClientUpdate(layers={name: np.asarray(array) for name, array in layers.items()}, partition_id=partition_id)
 
 
-def model(seed, dtype=np.float32):
+def model(seed):
     """Layers of all kinds; the counter is far larger than any weight, as after a long training."""
-    random = np.random.default_rng(seed)
-    return {
-        "conv.weight": random.standard_normal((8, 3, 3, 3)).astype(dtype),
-        "bn.running_var": random.uniform(0.5, 1.5, 8).astype(dtype),
-        "bn.num_batches_tracked": np.array(100_000 + 10 * seed),
-        "fc.weight": random.standard_normal((301, 301)).astype(dtype),
-        "temperature": np.array(random.uniform(0.1, 1), dtype),
-    }
+    return {**made.model(seed), "bn.num_batches_tracked": np.array(100_000 + 10 * seed)}
 
 
 def clients_of(start, number, *, seed=1):
