@@ -54,14 +54,13 @@ def _export(options: Options, file: Path) -> None:
     """Write the graph of the encoder, which is compared with the encoder."""
     from fedssl.config.commands import encoder_file  # these need torch
     from fedssl.config.targets import user_encoder
-    from fedssl.export import load_encoder, read_content, saved_target
+    from fedssl.export import saved_target
     from fedssl.export.formats import export
     from fedssl.export.source import ExportSource
 
     source = encoder_file(options.source)
     build = user_encoder(saved_target(source), options.folders)
-    encoder = load_encoder(source, build=build)
-    export(ExportSource(encoder=encoder, content=read_content(source), build=build), "onnx", file)
+    export(ExportSource.read(source, build=build), "onnx", file)
 
 
 def _append(encoder: Path, classifier: Classifier, file: Path) -> None:

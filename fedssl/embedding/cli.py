@@ -13,11 +13,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from fedssl import __version__
 from fedssl.config.commands import flag_of, read_options, run_with_overrides, source_of
 from fedssl.config.literal import path_of
 from fedssl.config.targets import search_folders
-from fedssl.embedding.embedder import Embedder, load_embedder
+from fedssl.embedding.embedder import MAX_BATCH, Embedder, load_embedder
 from fedssl.embedding.embeddings import check_readable, embedded_blocks, list_for
 from fedssl.embedding.formats import FORMATS, Table, check_out
 from fedssl.embedding.image_list import ImageList
@@ -78,6 +80,7 @@ def write_features(embedder: Embedder, images: ImageList, out: Path, *, skip_unr
     with open_partial(out, about, embedder.dimension) as partial:
         if partial.is_changed:
             log.warning("the images, their settings or the encoder have changed: all images are embedded again")
+        _retry(images, partial)
         before = partial.done
         try:
             _compute(embedder, images, partial, skip_unreadable=skip_unreadable)
@@ -90,6 +93,14 @@ def write_features(embedder: Embedder, images: ImageList, out: Path, *, skip_unr
         count, computed = partial.count, partial.done - before
     remove_partial(out)
     return count, computed
+
+
+def _retry(images: ImageList, partial: Partial) -> None:
+    """Continue from the first image that was unreadable and no longer is, for example on a share that was offline."""
+    rows = np.array(sorted(partial.unreadable), dtype=np.int64)
+    if len(rows):
+        readable = (block.rows for block in images.at(rows).blocks(MAX_BATCH) if len(block.rows))
+        partial.rewind(next((int(rows[found[0]]) for found in readable), partial.done))
 
 
 def _compute(embedder: Embedder, images: ImageList, partial: Partial, *, skip_unreadable: bool) -> None:

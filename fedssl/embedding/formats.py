@@ -57,12 +57,13 @@ class Table:
             yield pa.record_batch([pa.array(columns[name], schema.field(name).type) for name in schema.names], schema)
 
     def _columns(self, rows: np.ndarray) -> dict[str, Any]:
-        places, labels, classes = self.images.places(rows), self.images.labels, self.images.classes
+        places, labels, groups = self.images.places(rows), self.images.labels, self.images.groups(rows)
+        classes = [valid_text(name) for name in self.images.classes]
         columns: dict[str, Any] = {
             "name": [valid_text(place.name) for place in places],
             "file": [valid_text(str(place.file)) for place in places],
             "part": [place.part or None for place in places],
-            "group": self.images.groups(rows),
+            "group": None if groups is None else list(map(valid_text, groups)),
         }
         if labels is not None:
             numbers = labels[rows].tolist()

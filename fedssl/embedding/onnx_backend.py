@@ -25,6 +25,7 @@ class OnnxEmbedder(Embedder):
     def __init__(self, session: Any, *, digest: str, device: str) -> None:
         self._session, about = session, json.loads(session.get_modelmeta().custom_metadata_map["fedssl"])
         self._takes_bytes = session.get_inputs()[0].type == "tensor(uint8)"
+        self.encoder_digest = about.get("digest")  # of the file that was exported; None for older exports
         super().__init__(
             dimension=about["feature_dim"],
             channels=about["encoder"]["channels"],
@@ -69,7 +70,7 @@ def load(source: Path, *, device: str, folders: Sequence[Path]) -> OnnxEmbedder:
     try:
         session = onnxruntime.InferenceSession(str(file), options, providers=[provider])
         kind = next(name for name, value in _PROVIDERS.items() if value == provider)
-        return OnnxEmbedder(session, digest=file_identity(file), device=kind)
+        embedder = OnnxEmbedder(session, digest=file_identity(file), device=kind)
     except InputError:
         raise
     except Exception as error:  # a damaged or foreign file can raise any exception
@@ -77,16 +78,21 @@ def load(source: Path, *, device: str, folders: Sequence[Path]) -> OnnxEmbedder:
             f"{file} is damaged, or no encoder that `fedssl-export format=onnx` wrote "
             f"({' '.join(str(error).split())[:200]}); export it again"
         ) from error
+    encoder = source / "encoder.pt" if source.is_dir() else source
+    if file != source and encoder.is_file() and embedder.encoder_digest != file_identity(encoder):
+        raise InputError(f"{file} is the export of another {encoder.name}; write it again with: {_command(source)}")
+    return embedder
 
 
 def graph_file(source: Path) -> Path:
-    """Return the file of an export; `InputError` if there is none, or if it is older than the encoder."""
-    encoder = source / "encoder.pt" if source.is_dir() else source
-    file = source if source.suffix == ".onnx" else encoder.with_suffix(".onnx")
-    setting = shlex.quote(f"run={source}" if source.is_dir() else f"encoder={encoder}")
+    """Return the file of an export; `InputError` if there is none."""
+    file = source / "encoder.onnx" if source.is_dir() else source.with_suffix(".onnx")
     if not file.is_file():
-        remedy = "correct the path" if file == source else f"make it with: fedssl-export {setting} format=onnx"
+        remedy = "correct the path" if file == source else f"make it with: {_command(source)}"
         raise InputError(f"{file} does not exist, which backend=onnx needs; {remedy}")
-    if file != source and encoder.is_file() and encoder.stat().st_mtime > file.stat().st_mtime:
-        raise InputError(f"{file} is older than {encoder}; write it again with: fedssl-export {setting} format=onnx")
     return file
+
+
+def _command(source: Path) -> str:
+    setting = f"run={source}" if source.is_dir() else f"encoder={source}"
+    return f"fedssl-export {shlex.quote(setting)} format=onnx"

@@ -30,8 +30,7 @@ class Partial:
         self._stream = os.fdopen(descriptor, "r+b")
         if self._stream.seek(0, os.SEEK_END) < self._num_bytes:  # the note is of another file
             self.done, self.unreadable = 0, {}
-        self._stream.truncate(self._num_bytes)
-        self._stream.seek(self._num_bytes)
+        self.rewind(self.done)
         self._noted = time.monotonic()
 
     @property
@@ -58,6 +57,12 @@ class Partial:
         self.is_changed = note.get("about") != self._about
         if not self.is_changed:
             self.done, self.unreadable = done, unreadable
+
+    def rewind(self, row: int) -> None:
+        """Drop the features from a row on."""
+        self.done, self.unreadable = row, {bad: why for bad, why in self.unreadable.items() if bad < row}
+        self._stream.truncate(self._num_bytes)
+        self._stream.seek(self._num_bytes)
 
     def add(self, block: Block, features: np.ndarray) -> None:
         """Add the features of the next images."""

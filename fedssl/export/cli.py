@@ -22,7 +22,7 @@ from fedssl.config.targets import SEARCHPATH_KEY, search_folders, user_encoder
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
 from fedssl.evaluation.cli import compose_evaluation, match_encoder
-from fedssl.export.encoder_file import load_encoder, read_content, saved_target
+from fedssl.export.encoder_file import saved_target
 from fedssl.export.formats import FORMATS, TOLERANCE, check_target, export, export_int8
 from fedssl.export.onnx import BATCH, CALIBRATION, MEASURED, QuantizedModel
 from fedssl.export.source import ExportSource
@@ -52,12 +52,7 @@ def run(overrides: Sequence[str]) -> str:
     folder_or_file, form = source_of(options), options["format"]
     file = encoder_file(folder_or_file)
     build = user_encoder(saved_target(file), search_folders(others))
-    source = ExportSource(
-        encoder=load_encoder(file, build=build),
-        content=read_content(file),
-        build=build,
-        run=read_run(folder_or_file) if "run" in options else None,
-    )
+    source = ExportSource.read(file, build=build, run=read_run(folder_or_file) if "run" in options else None)
     default = f"{file.stem}{'-int8' if int8 else ''}{FORMATS[form].ending or f'-{form}'}"
     target = path_of(options["output"]) if "output" in options else file.with_name(default)
     if int8:

@@ -2,7 +2,7 @@
 
 ``images`` are `ExportSource.inputs` with any batch size, fitted as by `fedssl.datasets.geometry`; the graph includes
 their scaling to [0, 1] and their standardization.
-The file's metadata has `ExportSource.metadata_dict` as JSON under ``fedssl``.
+The file's metadata has `ExportSource.metadata_dict` as JSON under ``fedssl``, and the digest of the encoder's file.
 
 With ``precision=int8`` weights need a quarter of the bytes. Convolutions have 8-bit inputs, too; their ranges are
 calibrated on images of the data set (static quantization). In a vision transformer the inputs of matrix products are
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from fedssl.digests import file_identity
 from fedssl.export.source import ExportSource, exported_program
 from fedssl.export.weights import KEY
 
@@ -60,7 +61,8 @@ def write_onnx(source: ExportSource, file: Path) -> None:
         )
     assert program is not None  # None only if it writes a file
     model = program.model_proto
-    onnx.helper.set_model_props(model, {KEY: json.dumps(source.metadata_dict())})
+    about = source.metadata_dict() | {"digest": file_identity(source.file)}
+    onnx.helper.set_model_props(model, {KEY: json.dumps(about)})
     onnx.save(model, file)
 
 

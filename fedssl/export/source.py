@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.datasets.raster import convert, unit_values
+from fedssl.export.encoder_file import load_encoder, read_content
 from fedssl.runs.run import Run
 from fedssl.seeding import torch_generator
 
@@ -22,10 +23,18 @@ from fedssl.seeding import torch_generator
 class ExportSource:
     """An encoder to export."""
 
+    file: Path
     encoder: Any  # of `fedssl.export.load_encoder`
     content: Mapping[str, Any]  # of its file, see `fedssl.export.read_content`
     build: Callable[..., nn.Module] | None = None  # see `fedssl.export.load_encoder`
     run: Run | None = None  # None if only the file is known
+
+    @classmethod
+    def read(
+        cls, file: Path, *, build: Callable[..., nn.Module] | None = None, run: Run | None = None
+    ) -> "ExportSource":
+        """Read the file of an encoder; raises `InputError` as `fedssl.export.load_encoder`."""
+        return cls(file=file, encoder=load_encoder(file, build=build), content=read_content(file), build=build, run=run)
 
     @property
     def architecture(self) -> str:

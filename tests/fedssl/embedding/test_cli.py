@@ -1,6 +1,7 @@
 """The command ``fedssl-embed``: files of features, interruptions, bad input, and a process without torch."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -102,6 +103,40 @@ def test_skipping_damaged_images_computes_nothing_again(run: Path, photos: Path,
     text = embed(run, photos, tmp_path / "a.parquet", "skip_unreadable=true")
     assert text.endswith("39 images, 16 dimensions")  # without a speed
     assert "cat/3.png" not in pq.read_table(tmp_path / "a.parquet")["name"].to_pylist()
+
+
+def test_an_image_that_is_readable_again_is_embedded(run: Path, photos: Path, tmp_path: Path) -> None:
+    """On a share that was offline for a moment, a file has the same size and time."""
+    file = photos / "cat" / "3.png"
+    content, time = file.read_bytes(), file.stat().st_mtime_ns
+    file.write_bytes(bytes(len(content)))
+    os.utime(file, ns=(time, time))
+    with pytest.raises(InputError, match="1 of 40 images cannot be read: cat/3.png"):
+        embed(run, photos, tmp_path / "a.npy")
+    file.write_bytes(content)
+    os.utime(file, ns=(time, time))
+    assert "40 images" in embed(run, photos, tmp_path / "a.npy")
+    embed(run, photos, tmp_path / "b.npy")
+    assert (tmp_path / "a.npy").read_bytes() == (tmp_path / "b.npy").read_bytes()
+
+
+def test_folders_whose_names_are_not_utf_8(run: Path, photos: Path, tmp_path: Path) -> None:
+    (photos / "cat").rename(os.fsdecode(os.fsencode(photos) + b"/caf\xe9"))
+    embed(run, photos, tmp_path / "a.parquet", "dataset.group=folder")
+    columns = pq.read_table(tmp_path / "a.parquet").to_pydict()
+    assert {"caf\\xe9"} <= set(columns["label"])
+    assert {"caf\\xe9"} <= set(columns["group"])
+
+
+def test_the_graph_of_another_encoder_is_refused(run: Path) -> None:
+    export([f"run={run}", "format=onnx"])
+    os.utime(run / "encoder.onnx", (0, 0))  # as after a copy, which may write the graph first
+    load_embedder(run, backend="onnx")
+    write_encoder(run / "encoder.pt", {**VIT, "size": 8, "width": 16})
+    with pytest.raises(
+        InputError, match=f"is the export of another encoder.pt; .* fedssl-export run={run} format=onnx"
+    ):
+        load_embedder(run, backend="onnx")
 
 
 def test_a_call_that_ends_between_names_and_features_continues(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedssl import encoders
-from fedssl.export import load_encoder, read_content, save_encoder
+from fedssl.export import save_encoder
 from fedssl.export.source import ExportSource
 
 SMALL = {"_target_": "fedssl.encoders.conv_small", "channels": 3, "size": 8, "width": 4}
@@ -35,7 +35,7 @@ def write_encoder(file: Path, settings: dict[str, Any], *, adapters: bool = Fals
 
 def source_of(folder: Path, settings: dict[str, Any], *, adapters: bool = False) -> ExportSource:
     file = write_encoder(folder / "encoder.pt", settings, adapters=adapters)
-    return ExportSource(encoder=load_encoder(file), content=read_content(file))
+    return ExportSource.read(file)
 
 
 def images_like(encoder: Any, count: int = 3) -> Tensor:

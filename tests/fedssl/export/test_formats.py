@@ -21,7 +21,7 @@ from torch import Tensor
 from fedssl.config.load import compose
 from fedssl.datasets.raster import pixel_metadata
 from fedssl.errors import InputError, RunError
-from fedssl.export import cli, formats, load_encoder, read_content, weights
+from fedssl.export import cli, formats, load_encoder, weights
 from fedssl.export.formats import FORMATS, export
 from fedssl.export.onnx import compare, quantize, run_onnx
 from fedssl.export.source import ExportSource
@@ -181,7 +181,7 @@ def test_every_format_has_every_architecture(form: str, settings: dict[str, Any]
 @pytest.mark.parametrize("form", some(("onnx", "torch_export", "huggingface"), default=("torch_export", "huggingface")))
 def test_an_encoder_with_a_window_takes_the_values_of_files(form: str, tmp_path: Path):
     file = save(tmp_path / "encoder.pt", metadata=pixel_metadata({"window": [-1000, 3000]}))
-    source = ExportSource(encoder=load_encoder(file), content=read_content(file))
+    source = ExportSource.read(file)
     target = tmp_path / f"exported{FORMATS[form].ending}"
     assert export(source, form, target) <= formats.TOLERANCE
     values = torch.randint(-1000, 3001, (3, 3, 16, 16), generator=torch.Generator().manual_seed(0)).float()

@@ -18,7 +18,7 @@ from PIL import Image
 from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.raster import pixel_metadata, unit_values
 from fedssl.errors import InputError
-from fedssl.export import Preprocess, load_encoder, read_content
+from fedssl.export import Preprocess, load_encoder
 from fedssl.export.formats import export
 from fedssl.export.huggingface import model_card
 from fedssl.export.source import ExportSource
@@ -115,7 +115,7 @@ def test_pages_are_the_channels_of_an_encoder_of_as_many(tmp_path: Path):
 )
 def test_model_cards_state_the_scaling(tmp_path: Path, settings: dict[str, Any], stated: str):
     file = save(tmp_path / "encoder.pt", metadata=METADATA | pixel_metadata(settings))
-    assert stated in model_card(ExportSource(encoder=load_encoder(file), content=read_content(file)), in_timm=False)
+    assert stated in model_card(ExportSource.read(file), in_timm=False)
 
 
 def test_percentiles_of_tensors_are_those_of_files():
