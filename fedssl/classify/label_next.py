@@ -81,7 +81,7 @@ def uncertain(x: np.ndarray, margins: np.ndarray, *, count: int, seed: int) -> I
     distances = np.linalg.norm(x[candidates] - centers, axis=1)
     nearest = [candidates[np.where(clusters == cluster, distances, np.inf).argmin()] for cluster in np.unique(clusters)]
     first = sorted(nearest, key=lambda row: float(margins[row]))
-    return chain(first, (row for row in order if row not in set(first)))
+    return chain(first, order[~np.isin(order, first)])
 
 
 def _clusters(x: np.ndarray, number: int, *, seed: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Labeled images with their features, checked for what would make a result wrong."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from fedssl.logs import log
 
 GROUP = "group"  # column that is used without a setting
 UNLABELED = {"label": None, "folders": "none"}  # settings of images whose labels are not used
+_SEVERAL = "fedssl-evaluate predicts numbers with evaluation=regression, and several labels with evaluation=multi_label"
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +47,19 @@ def without_labels(images: Embeddings, labeled: LabeledImages | None) -> np.ndar
 
 def list_labeled(embedder: Embedder, path: Path, settings: Mapping[str, Any]) -> ImageList:
     """List images with their labels; `InputError` if these are not of two classes."""
-    images = list_for(embedder, path, settings, setting="labeled")
-    column = str(settings.get("label") or "label")
+    column = settings.get("label", "label")
+    if column is None:
+        raise InputError(
+            f"dataset.label=null, but labeled={path} needs a class for each image; remove it, or name the column of "
+            "the classes with dataset.label=NAME"
+        )
+    try:
+        images = list_for(embedder, path, settings, setting="labeled")
+    except InputError as error:
+        advice = re.search(r"[,;]?( or)?( give| set)? dataset\.label=null.*", str(error))  # which is no use here
+        if advice is None:
+            raise
+        raise InputError(f"{str(error)[: advice.start()]}; {_SEVERAL}") from error
     if images.labels is None:
         values = images.values_if_any(column)
         raise InputError(
@@ -104,6 +117,9 @@ def _warn(embeddings: Embeddings, rows: np.ndarray, classes: Sequence[str]) -> N
     unused = [name for name in embeddings.classes if name not in classes]
     if unused:
         log.warning("%s", sanitize(f"classes without images are never predicted: {shortened(unused)}"))
+    joined = [name for name in classes if "|" in name]
+    if joined:
+        log.warning("%s", sanitize(f"each of {shortened(joined)} counts as one class; {_SEVERAL}"))
     spellings: dict[str, list[str]] = {}
     for name in classes:
         spellings.setdefault(name.strip().casefold(), []).append(name)

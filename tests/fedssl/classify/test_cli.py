@@ -183,6 +183,12 @@ def test_onnx_runtime_alone_needs_no_torch_and_500_megabytes(run: Path, photos: 
     assert int(megabytes) < 500
 
 
+def test_joined_labels_are_one_class_with_a_warning(run: Path, photos: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prepared("lists")
+    assert "6 labeled images of 2 classes" in classify([f"run={run}", "labeled=labels.csv"])
+    assert "each of a|b counts as one class; fedssl-evaluate predicts numbers with" in caplog.text
+
+
 def prepared(case: str) -> None:
     """Change the labeled images of a case."""
     labeled = Path("photos/labeled")
@@ -195,6 +201,11 @@ def prepared(case: str) -> None:
         Path("labels.csv").write_text("path,label\nphotos/blue-6.png,blue\nphotos/missing.png,green\n")
     if case == "empty":
         Path("labels.csv").write_text("path,label\nphotos/blue-6.png,\nphotos/blue-7.png,\n")
+    if case in ("numbers", "lists"):
+        labels = {"numbers": ("0.5", "1.25"), "lists": ("a|b", "c")}[case]
+        names = ("blue-6", "blue-7", "blue-8", "green-6", "green-7", "green-8")
+        rows = (f"photos/{name}.png,{labels[number % 2]}\n" for number, name in enumerate(names))
+        Path("labels.csv").write_text("path,label\n" + "".join(rows))
     if case == "column":
         Path("labels.csv").write_text("path,kind\nphotos/blue-6.png,blue\nphotos/green-7.png,green\n")
     if case == "exists":
@@ -227,6 +238,8 @@ def prepared(case: str) -> None:
         ("csv", ["labeled=labels.csv"], "1 of the 2 image files .* do not exist, .*dataset.skip_missing=true"),
         ("empty", ["labeled=labels.csv"], "labels.csv has a column label without a value; write the classes"),
         ("column", ["labeled=labels.csv"], "another name: dataset.label=NAME"),
+        ("column", ["labeled=labels.csv", "dataset.label=null"], "remove it, or name the column of the classes with"),
+        ("numbers", ["labeled=labels.csv"], "0.5.*; fedssl-evaluate predicts numbers with evaluation=regression, and"),
         ("damaged", ["labeled=photos/labeled"], "1 of 18 images cannot be read: .*skip_unreadable=true"),
     ],
 )
