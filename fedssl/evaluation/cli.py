@@ -12,10 +12,12 @@ Only the same evaluation replaces a file; the name of another one, e.g. with ano
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import chain, count
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +98,9 @@ def evaluate_encoder(overrides: Sequence[str]) -> Evaluation:
         log_unknown_classes(evaluation_input)
     protocol.validate(evaluation_input, feature_dim=encoder.feature_dim)
     left_out = "; ".join(f"{name} is left out: {why}" for name, why in protocol.left_out(evaluation_input).items())
+    folder = file.parent / "evaluation"
+    with _writing(folder):  # an evaluation may take hours
+        TemporaryFile(dir=make_subfolder(file.parent, folder.name)).close()
     results = evaluate_domains(protocol, evaluation_input, seed=settings.seed)
     if left_out and not results:
         raise InputError(f"{left_out}; choose evaluation=knn or evaluation=linear")
@@ -113,14 +118,9 @@ def evaluate_encoder(overrides: Sequence[str]) -> Evaluation:
         "test_images": num_test_images([results]),
         "parts": {name: dict(score.parts) for name, score in results.items() if score.parts},
     }
-    report = _report_file(
-        file.parent / "evaluation", f"{values.get('evaluation', 'knn').replace('/', '_')}-{name}", content
-    )
-    try:
-        make_subfolder(file.parent, "evaluation")
+    report = _report_file(folder, f"{values.get('evaluation', 'knn').replace('/', '_')}-{name}", content)
+    with _writing(report):
         write_text(report, json.dumps(content, indent=2) + "\n")
-    except (OSError, ValueError) as error:  # the data set's name may be an invalid file name
-        raise InputError(f"{report} cannot be written ({error}); make its folder writable") from error
     return Evaluation(results, left_out, name, report)
 
 
@@ -145,6 +145,17 @@ def _may_be_written(file: Path, subject: list[Any]) -> bool:
 def _subject(content: Any) -> list[Any]:
     """Return what a report is about."""
     return [Path(content["encoder"]).name, *(content[key] for key in ("evaluation", "dataset", "seed", "images"))]
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # the data set's name may be an invalid file name
+        raise InputError(
+            f"{path} cannot be written ({error}); make its folder writable, or copy encoder.pt to another one and "
+            "give encoder=COPY dataset=NAME"
+        ) from error
 
 
 def _tables_of_parts(results: Mapping[str, Score]) -> list[str]:

@@ -1,5 +1,6 @@
 """The interface of evaluation protocols: their input, their call and their combination."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
@@ -243,9 +244,16 @@ class EvaluationProtocol(ABC):
 
 
 def evaluate(protocol: EvaluationProtocol, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
-    """Run a protocol and return its results as scores, with the number of test images."""
+    """Run a protocol and return its results as scores, with the number of test images.
+
+    Results that are not finite are left out, and logged.
+    """
     scores, count = as_scores(protocol(evaluation_input, seed=seed)), len(evaluation_input.test.labels)
-    return {name: replace(score, num_images=score.num_images or count) for name, score in scores.items()}
+    undefined = [name for name, score in scores.items() if not math.isfinite(score.value + (score.std or 0.0))]
+    if undefined:
+        log.warning("results that are NaN or infinite are left out: %s", sanitize(shortened(undefined)))
+    known = {name: score for name, score in scores.items() if name not in undefined}
+    return {name: replace(score, num_images=score.num_images or count) for name, score in known.items()}
 
 
 def evaluate_domains(protocol: EvaluationProtocol, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:

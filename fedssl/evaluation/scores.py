@@ -100,8 +100,9 @@ def as_scores(results: Mapping[str, Score | float], units: Mapping[str, str] | N
 
 
 def mean_over_models(results: Sequence[Mapping[str, Score]]) -> dict[str, Score]:
-    """Average results over models, with standard deviations; the results of one model are unchanged."""
-    return {name: Score.over_runs([result[name] for result in results]) for name in results[0]}
+    """Average results over the models that have them, with standard deviations; those of one model are unchanged."""
+    names = dict.fromkeys(name for result in results for name in result)
+    return {name: Score.over_runs([result[name] for result in results if name in result]) for name in names}
 
 
 def to_flat_dict(scores: Mapping[str, Score]) -> dict[str, float]:

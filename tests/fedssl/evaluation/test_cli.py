@@ -140,6 +140,15 @@ def test_command_answers_bad_input_with_one_sentence(overrides, message, finishe
     assert re.search(message, captured.err)
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before(
+    finished_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (finished_run / "evaluation").touch()
+    monkeypatch.setattr(cli, "evaluate_domains", None)
+    assert command(monkeypatch, f"run={finished_run}") == 2
+    assert re.search("evaluation cannot be written .*File exists.*encoder=COPY", capsys.readouterr().err)
+
+
 def test_command_distinguishes_an_unfinished_run_from_a_wrong_folder(
     finished_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

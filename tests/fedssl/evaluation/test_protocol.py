@@ -1,6 +1,7 @@
 """Evaluation inputs and protocols: features are computed once for all protocols."""
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -131,6 +132,18 @@ class FineTuned(EvaluationProtocol):
             "steps": Score(20, ""),
             "fine_tuned": network[1].weight.grad.norm().item(),
         }
+
+
+class Undefined(FineTuned):
+    """A protocol of somebody else, such as R2 of a single image."""
+
+    def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> Mapping[str, Score | float]:
+        return {"r2": math.nan, "error": Score(1.0, "m", std=math.inf), "knn": 0.5}
+
+
+def test_results_that_are_not_finite_are_left_out(caplog: pytest.LogCaptureFixture):
+    assert evaluate(Undefined(), evaluation_input(None), seed=0) == {"knn": Score(0.5)}
+    assert caplog.messages == ["results that are NaN or infinite are left out: r2, error"]
 
 
 def test_a_protocol_may_train_the_encoder():

@@ -34,6 +34,7 @@ def test_results_over_models_are_means_and_deviations():
     assert (few.value, few.std, few.unit) == (pytest.approx(0.4), pytest.approx(0.2 * math.sqrt(2)), "accuracy")
     assert (length.value, length.std, length.unit) == (2, pytest.approx(math.sqrt(2)), "m")
     assert mean_over_models([{"few": Score(0.2, std=0.01)}]) == {"few": Score(0.2, std=0.01)}
+    assert mean_over_models([{}, {"few": Score(0.2)}]) == {"few": Score(0.2)}  # that of the other model is undefined
     assert mean_over_models([{}, {}]) == {}
 
 
