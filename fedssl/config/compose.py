@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -49,6 +50,7 @@ def resolve_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]
             "or add -m to the command fedssl, which runs a job for each"
         )
     config, choices = compose_config(overrides)
+    _check_used(config, overrides)
     check_types(config, defaults)
     validate_config(config)
     add_import_path(search_folders(overrides))
@@ -65,6 +67,19 @@ def resolve_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]
     _make_absolute(config)
     _describe_teacher(config)
     return config, choices
+
+
+def _check_used(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Raise `InputError` for a setting that neither ``conf/`` has nor an interpolation uses."""
+    if "experiment" in config:
+        raise InputError(
+            "the file of experiment=NAME sets nothing; let it begin with the line # @package _global_, and "
+            "save it without a byte order mark"
+        )
+    known = {key.partition(".")[0] for key in _defaults(())[0]} | config_groups(search_folders(overrides)).keys()
+    for key in map(str, config.keys() - known):
+        if f"${{{key}" not in OmegaConf.to_yaml(compose_unresolved(overrides)[0]):
+            raise InputError(f"there is no setting {key!r}{suggest_setting(key, known)}; `fedssl --cfg job` shows all")
 
 
 def _make_absolute(config: DictConfig) -> None:
@@ -99,6 +114,9 @@ def validate_names(overrides: Sequence[str]) -> Mapping[str, Any]:
     for override in parsed:
         group = override.key_or_group.split("@")[0]
         if group in known_groups:
+            is_added = override.package is None and (override.is_add() or override.is_force_add())
+            if is_added and group in config_groups():
+                raise InputError(f"{override.input_line} is selected already; write it without +")
             check_choices(override, group=group, choices=known_groups[group])
             if not override.is_sweep_override():
                 chosen.append(str(override.input_line))
@@ -190,7 +208,9 @@ def compose_unresolved(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, 
     try:
         config, choices = pickle.loads(_composed(lines)) if not _is_changeable(lines) else _hydra_composed(lines)
         apply_overrides(values, config)
-    except (HydraException, OmegaConfBaseException) as error:
+    except UnicodeDecodeError as error:
+        raise InputError(f"a file of --config-dir is not UTF-8 ({error}); save it as UTF-8") from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise InputError(" ".join(str(error).split())) from error
     names = config_groups(folders)
     return config, {group: name for group, name in choices.items() if group in names}

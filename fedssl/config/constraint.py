@@ -101,7 +101,9 @@ def _is_list(value: Any) -> bool:
 
 
 def as_yaml(value: Any) -> Any:
-    """Return a value as YAML writes it, for an error message."""
+    """Return a value as YAML writes it, for an error message; text that looks like another value is quoted."""
+    if isinstance(value, str) and re.fullmatch(r"[-+.\d_]+(e[-+]?\d+)?|true|false|null", value, re.IGNORECASE):
+        return repr(value)
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return list(value) if isinstance(value, tuple) else value

@@ -72,13 +72,18 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     parser = _args_parser()
 
     def raise_error(message: str) -> NoReturn:
-        raise InputError(f"{message}; `fedssl --hydra-help` lists all flags")
+        raise InputError(f"{message}; settings have no dashes: rounds=5; `fedssl --hydra-help` lists all flags")
 
     parser.error = raise_error  # type: ignore[method-assign]  # it exits, and has no hook
     namespace = parser.parse_intermixed_args(list(arguments))
     if namespace.experimental_rerun is not None:
         raise InputError(
             "--experimental-rerun loads a pickle, which can run code; see `command` in the run's summary.json"
+        )
+    if namespace.config_name is not None or namespace.config_path is not None:
+        raise InputError(
+            "--config-name and --config-path are not supported; save the settings in experiment/NAME.yaml of a folder "
+            "and add --config-dir FOLDER experiment=NAME"
         )
     overrides: list[str] = namespace.overrides
     flags = list(arguments)

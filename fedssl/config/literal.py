@@ -1,7 +1,8 @@
 """Text settings on the command line: paths and names have any characters, which Hydra's grammar refuses.
 
 The value of a setting whose type is text (`fedssl.config.constraints`) is what stands behind ``key=``, unless it is
-quoted as in Hydra, ``null``, or has an interpolation ``${...}``. With ``-m`` commas outside quotes separate values.
+quoted as in Hydra, or ``null``. Interpolations ``${...}`` are resolved, also in quotes. With ``-m`` commas outside of
+both separate values.
 """
 
 import os
@@ -16,6 +17,7 @@ from fedssl.config.overrides import parse, quote_value, to_text
 from fedssl.errors import InputError
 
 _QUOTED = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+_INTERPOLATION = r"\$\{(?:[^{}]|\$\{[^{}]*\})*\}"
 _ALL_QUOTED = re.compile(rf"{_QUOTED}(\s*,\s*{_QUOTED})*", re.DOTALL)
 _FUNCTION = re.compile(r"\s*(choice|range|interval|glob|sort|shuffle|tag|extend_list)\(.*\)\s*", re.DOTALL)
 _OF_MACHINE = {"engine", "tracker", "cache", "output_dir", "resume"}
@@ -36,19 +38,20 @@ def _literal(override: str, *, sweep: bool) -> str:
     key, equals, text = override.partition("=")
     name = key.lstrip("+")
     if not equals or not is_text(name) or (text.startswith("[") and _allows_lists(name)):
-        return override
+        # Hydra's grammar has no interpolation in another one, apart from quoted text.
+        return f"{key}={quote_value(text)}" if re.fullmatch(_INTERPOLATION, text) else override
     if text.startswith("="):
         raise InputError(f"{override} has two equals signs; write {key}={text.lstrip('=')}")
     if sweep and name not in _NEVER_SWEPT:
         if _FUNCTION.fullmatch(text):
             return override
-        return f"{key}={','.join(map(_quoted, re.findall(rf'(?:{_QUOTED}|[^,])+', text) or ['']))}"
+        return f"{key}={','.join(map(_quoted, re.findall(rf'(?:{_QUOTED}|{_INTERPOLATION}|[^,])+', text) or ['']))}"
     return f"{key}={_quoted(text)}"
 
 
 def _quoted(text: str) -> str:
     text = text.strip()
-    if _ALL_QUOTED.fullmatch(text) or text.lower() == "null" or "${" in text:
+    if _ALL_QUOTED.fullmatch(text) or text.lower() == "null":
         return text
     return quote_value(text)
 

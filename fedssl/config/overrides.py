@@ -15,6 +15,7 @@ from typing import Any
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+from fedssl.config.constraints import constraint_of
 from fedssl.config.hydra_internals import ChoiceSweep, Glob, IntervalSweep, Override, parse_overrides
 from fedssl.errors import InputError
 
@@ -32,8 +33,10 @@ def parse(overrides: Sequence[str]) -> list[Override]:
             raise InputError(
                 f"{bare[0]} does not have the form key=value; write e.g. rounds=5 or strategy=fedavg, without spaces"
             ) from error
+        if re.search(r"\s[\w.]+=", invalid := _first_invalid(overrides)):
+            raise InputError(f"{invalid!r} has several settings; write each as a word of its own") from error
         raise InputError(
-            f"the command line cannot be parsed at {_first_invalid(overrides)!r}; write key=value without a space "
+            f"the command line cannot be parsed at {invalid!r}; write key=value without a space "
             "before =, and quote special characters, as in \"key='a, b'\""
         ) from error
 
@@ -116,9 +119,9 @@ def check_choices(override: Override, *, group: str, choices: Sequence[str]) -> 
         raise InputError(f"{override.input_line} selects no choice of {group}; choose one of {listed}")
     unknown = [str(name) for name in names if isinstance(name, str) and name not in choices]
     if unknown:
-        raise InputError(
-            f"{group}={unknown[0]} does not exist{did_you_mean(unknown[0], choices)}; choose one of {listed}"
-        )
+        is_path = group == "dataset" and re.search(r"[/\\~.]", unknown[0])
+        hint = f"; set dataset=folder dataset.path={unknown[0]}" if is_path else did_you_mean(unknown[0], choices)
+        raise InputError(f"{group}={unknown[0]} does not exist{hint}; choose one of {listed}")
     patterns: list[str] = value.include if isinstance(value, Glob) else []
     idle = [pattern for pattern in patterns if not Glob(include=[pattern]).filter([c for c in choices if "/" not in c])]
     if idle:
@@ -132,8 +135,13 @@ def check_single(overrides: Sequence[str]) -> None:
             raise InputError(f"{override.input_line} is an option of a sweep; add -m, or leave it out")
         if override.is_sweep_override():
             key, _, values = str(override.input_line).partition("=")
-            as_list = "" if "(" in values else f", or write {key}=[{values}] for a list"
-            raise InputError(f"{override.input_line} sweeps over values; add -m to run each{as_list}")
+            constraint = constraint_of(key)
+            other = ""
+            if constraint is not None and (constraint.is_list or constraint.is_range or constraint.list_of):
+                other = f", or write {key}=[{values}] for a list"
+            elif constraint is not None and constraint.kind is float and re.fullmatch(r"-?\d+,\d+", values):
+                other = f", or write a decimal point: {key}={values.replace(',', '.')}"
+            raise InputError(f"{override.input_line} sweeps over values; add -m to run each{other}")
 
 
 def check_sweep(overrides: Sequence[str]) -> None:

@@ -27,7 +27,9 @@ def expand_config_dir_flag(arguments: Sequence[str]) -> list[str]:
     others: list[str] = []
     remaining = iter(arguments)
     for argument in remaining:
-        if argument[:1] in _DASHES:
+        if not argument:
+            raise InputError("an argument is empty; leave it out (a variable of the shell may be empty)")
+        if argument[0] in _DASHES:
             hyphens = "--" if argument[0] == "\u2014" else "-"
             raise InputError(f"{argument} begins with a dash of a web page; write {hyphens}{argument.lstrip(_DASHES)}")
         flag, equals, value = argument.partition("=")
@@ -70,9 +72,9 @@ def add_import_path(folders: Sequence[Path]) -> None:
         sys.path.append(here)
 
 
-def check_targets(node: Mapping[str, Any], *, prefix: str = "") -> None:
+def check_targets(config: Mapping[str, Any]) -> None:
     """Raise `InputError` if a ``_target_`` in the config cannot be imported. Those of ``conf/`` are not imported."""
-    for key, target in _targets(node, prefix):
+    for key, target in _targets(config, ""):
         if target not in installed_targets():
             locate(target, key=key)
 

@@ -95,6 +95,8 @@ def check_constraints(config: DictConfig, defaults: Mapping[str, Any]) -> set[st
     # An augmentation has the size and the statistics of the data set, which is reported.
     for key, value, constraint in sorted(found, key=lambda each: each[0].startswith("augmentation.")):
         plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        if plain == "None" and constraint.optional and constraint.is_text:
+            raise InputError(f"{key}=None is text; write {key}=null for no value")
         if not constraint.allows(plain):
             default = f"; the default is {as_yaml(defaults[key])}" if key in defaults else ""
             raise InputError(f"{key}={as_yaml(plain)} must be {constraint.describe(plain)}{default}")

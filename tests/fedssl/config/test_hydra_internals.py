@@ -18,6 +18,15 @@ def test_a_changed_override_does_not_change_the_next():
     assert again.value() == parse_overrides(["x.0.y=[1,{z: 2}]"])[0].value() == [1, {"z": 2}]
 
 
-def test_a_pickle_is_not_loaded():
-    with pytest.raises(InputError, match="loads a pickle"):
-        split_arguments(["--experimental-rerun", "config.pickle"])
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--experimental-rerun", "config.pickle"], "loads a pickle"),
+        (["--rounds", "5"], "unrecognized arguments: --rounds; settings have no dashes: rounds=5;"),
+        (["--config-name", "mine"], "--config-name and --config-path are not supported; .*add --config-dir FOLDER"),
+        (["-cp", "/mine", "rounds=5"], "--config-name and --config-path are not supported"),
+    ],
+)
+def test_other_flags_are_refused(arguments, sentence):
+    with pytest.raises(InputError, match=sentence):
+        split_arguments(arguments)

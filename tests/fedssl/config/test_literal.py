@@ -58,6 +58,19 @@ def test_home_folders(monkeypatch):
         user_path("~/a")
 
 
+def test_interpolations_stand_beside_any_characters(monkeypatch):
+    monkeypatch.setenv("SEED", "5")
+    monkeypatch.setenv("PHOTOS", "/a b, c=d")
+    seed, path = "seed=${oc.decode:${oc.env:SEED}}", "dataset.path=${oc.env:PHOTOS,/x}/e, f=g"
+    settings = compose(["dataset=folder", seed, path])
+    assert (settings.seed, settings.data.reader.values["path"]) == (5, "/a b, c=d/e, f=g")
+    assert shlex.split(shell_command(settings.recording.overrides))[2:] == [seed, path]
+    for given in ([seed, path], [seed, "dataset.path=${oc.env:PHOTOS,/x},/y"]):
+        once = literal_values(given, sweep=True)
+        assert literal_values(once, sweep=True) == once
+    assert once[1] == "dataset.path='${oc.env:PHOTOS,/x}','/y'"
+
+
 def test_unquoted_commas_separate_the_values_of_a_sweep():
     given = ["dataset.path=/a ä,'/b,c',null", "resume=/a,b", "encoder.weights=choice(a,b)"]
     assert literal_values(given, sweep=True) == ["dataset.path='/a ä','/b,c',null", "resume='/a,b'", given[2]]

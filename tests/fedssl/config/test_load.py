@@ -103,6 +103,17 @@ def test_every_file_composes(overrides):
         (["seed=0,1"], r"^seed=0,1 has several values; set one, or a list as seed=\[...\], or add -m to the command"),
         (["seed=range(0,3)"], r"^seed=range\(0,3\) has several values"),
         (["rounds=2", "foo"], r"foo does not have the form key=value; write e.g. rounds=5"),
+        (
+            ["rounds=2 num_clients=3"],
+            r"^'rounds=2 num_clients=3' has several settings; write each as a word",
+        ),
+        (["rounds='5'"], r"^rounds='5' must be an integer"),
+        (["compile='true'"], r"^compile='true' must be true or false"),
+        (["output_dir=None"], r"^output_dir=None is text; write output_dir=null for no value"),
+        (["dataset=photos/cats"], r"dataset=photos/cats does not exist; set dataset=folder dataset.path=photos/cats"),
+        (["+experiment=review"], r"^\+experiment=review is selected already; write it without \+"),
+        (["+rouns=3"], r"^there is no setting 'rouns'; did you mean rounds"),
+        (["++strategi.x=3"], r"^there is no setting 'strategi'; did you mean strategy"),
     ],
 )
 def test_wrong_words_get_one_sentence(overrides, sentence):
@@ -124,6 +135,10 @@ def test_what_needs_a_shared_model_is_refused_without_one(override, sentence):
     with pytest.raises(InputError, match=sentence) as caught:
         check_rules([settings.algorithm.strategy.instantiate().problem], context)
     assert "\n" not in str(caught.value)
+
+
+def test_a_new_setting_is_for_interpolations():
+    assert compose(["+base=2", "rounds=${base}"]).rounds == 2
 
 
 @pytest.mark.parametrize("text", ["/tmp/a b", "/tmp/it's, [odd] {name}=1", "C:\\images\\", "/tmp/ünï"])

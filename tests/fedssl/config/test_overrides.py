@@ -1,6 +1,7 @@
 """Generated lists of overrides end in valid components or in one sentence."""
 
 import random
+import re
 
 import pytest
 
@@ -9,7 +10,7 @@ from fedssl.config.constraint import Constraint
 from fedssl.config.constraint_table import CONSTRAINTS
 from fedssl.config.constraints import constraints_in
 from fedssl.config.load import compose
-from fedssl.config.overrides import config_groups
+from fedssl.config.overrides import check_single, config_groups
 from fedssl.config.targets import installed_targets
 from fedssl.errors import InputError
 from server_app.build import build_components
@@ -99,3 +100,16 @@ def test_success_or_one_sentence(numbers: range) -> None:
         assert len(sentences[number]) < 600
     valid = sum(not sentence for sentence in sentences.values())
     assert 0 < valid < len(sentences), "the generator draws valid and invalid lists"
+
+
+@pytest.mark.parametrize(
+    ("override", "end"),
+    [
+        ("optimizer.lr=0,01", "add -m to run each, or write a decimal point: optimizer.lr=0.01"),
+        ("dataset.mean=1,2", "add -m to run each, or write dataset.mean=[1,2] for a list"),
+        ("strategy=fedavg,fedprox", "add -m to run each"),
+    ],
+)
+def test_several_values_of_a_single_run(override: str, end: str) -> None:
+    with pytest.raises(InputError, match=f"{re.escape(end)}$"):
+        check_single([override])

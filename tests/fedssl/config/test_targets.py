@@ -76,6 +76,7 @@ class TestTheFlag:
         [
             (["a=1", "--config-dir"], "--config-dir needs a folder; name the one with strategy/"),
             (["-cd", "/nowhere"], "the config directory /nowhere does not exist; set --config-dir"),
+            (["rounds=5", ""], "an argument is empty; leave it out"),
             ([f"{SEARCHPATH_KEY}=conf"], "hydra.searchpath=conf must be a list of folders; write --config-dir FOLDER"),
         ],
     )
@@ -99,6 +100,29 @@ class TestChoices:
             validate_names(words_for(conf, "strategy=mine", "strategy.weightin=uniform"))
         with pytest.raises(InputError, match="strategy=mine does not exist"):
             validate_names(["strategy=mine"])
+
+    @pytest.mark.parametrize(
+        ("text", "sentence"),
+        [
+            (b"rounds: 7\n", "the file of experiment=NAME sets nothing; let it begin with the line # @package"),
+            (b"\xef\xbb\xbf# @package _global_\nrounds: 7\n", "save it without a byte order mark"),
+            (b"# @package _global_\nrouns: 7\n", "there is no setting 'rouns'; did you mean rounds"),
+            (b"# @package _global_\nrounds: [7\n", "mine.yaml"),
+            (b"# @package _global_\nrounds:\t7\n  seed: 1\n", "mine.yaml"),
+            (b"# @package _global_\nteacher: caf\xe9\n", "is not UTF-8"),
+        ],
+    )
+    def test_wrong_files_get_one_sentence(self, conf, text, sentence):
+        (conf / "experiment" / "mine.yaml").write_bytes(text)
+        with pytest.raises(InputError, match=sentence) as caught:
+            compose(words_for(conf, "experiment=mine"))
+        assert "\n" not in str(caught.value)
+
+    def test_files_have_any_line_ends_and_names_of_their_own(self, conf):
+        text = "# @package _global_\r\nbase: 7\r\nrounds: ${base}\r\noutput_dir: a b\r\n"
+        (conf / "experiment" / "mine.yaml").write_bytes(text.encode())
+        settings = compose(words_for(conf, "experiment=mine"))
+        assert (settings.rounds, settings.recording.folder.name) == (7, "a b")
 
     def test_are_saved_with_the_run(self, conf, tmp_path):
         (tmp_path / "run").mkdir()
