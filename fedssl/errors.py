@@ -68,10 +68,10 @@ class RequestRefused(InputError):
 
 def error_of_path(error: OSError) -> InputError | RunError | None:
     """Return the error with one sentence for a path that cannot be used; None for an error of another kind."""
-    remedy = _REMEDIES.get(error.errno or 0)
-    if remedy is None:
-        return None
     path = error.filename if isinstance(error.filename, str) else ""
+    remedy = _REMEDIES.get(error.errno or 0) or (path and "choose another path, or check the disk or share of it")
+    if not remedy:
+        return None
     path = path if len(path) <= _MAX_PATH else f"{path[: _MAX_PATH // 2]}...{path[-_MAX_PATH // 2 :]}"
     sentence = f"{path} cannot be used ({error.strerror}); {remedy}" if path else f"{error.strerror}; {remedy}"
     return RunError(sentence) if error.errno in DISK_ERRORS else InputError(sentence)

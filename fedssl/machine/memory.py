@@ -62,7 +62,7 @@ def available_memory(*, reusable: int = 0) -> int | None:
 def _available_in_cgroups() -> Iterator[int]:
     """Yield what each limit of this process leaves: those of a container or service, and of all that contain it."""
     for folder, version in iter_cgroups("memory"):
-        with suppress(OSError, ValueError):  # no limit, "max", or not in this mount
+        with suppress(OSError, ValueError, KeyError):  # no limit, "max", not in this mount, or of another kernel
             yield _available_in(folder, _VERSIONS[version])
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from fedssl.command_line import run_command
-from fedssl.config.literal import shell_command, user_path
+from fedssl.config.literal import user_path
+from fedssl.config.saved_run import resume_command
 from fedssl.errors import InputError, sanitize
 from fedssl.evaluation.scores import column_title, to_flat_dict, units_of
 from fedssl.runs.catalog import (
@@ -100,8 +101,8 @@ def show_run(options: argparse.Namespace) -> str:
     run = read_listed(folder)
     differing = differences_from_defaults(run)
     summary = run.summary or {}
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and "clients" not in file.parts)
-    sizes = {str(file.relative_to(folder)): file.stat().st_size for file in files}
+    files = {file.relative_to(folder): file.stat().st_size for file in sorted(folder.rglob("*")) if file.is_file()}
+    sizes = {str(file): size for file, size in files.items() if "clients" not in file.parts}
     if options.json:
         values = {key: {"value": value, "default": default} for key, (value, default) in differing.items()}
         rest = {"differs": values, "final": summary.get("final"), "command": run.command, "files": sizes}
@@ -117,7 +118,7 @@ def show_run(options: argparse.Namespace) -> str:
     scores = [(name, score.text) for name, score in run.latest_results.items()]
     title = "result" if run.finished else "latest result"
     parts.append(align([(title, ""), *scores], left=1) if scores else "no results")
-    parts.append(f"repeat it:  {run.command if summary else shell_command([f'resume={folder}'])}")
+    parts.append(f"repeat it:  {run.command if summary else resume_command(folder)}")
     parts.append(align([("file", "bytes"), *((name, f"{size:,}") for name, size in sizes.items())], left=1))
     return "\n\n".join(sanitize(part, lines=True) for part in parts)
 

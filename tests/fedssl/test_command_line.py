@@ -44,6 +44,11 @@ def test_a_closed_stream_is_the_null_device(tmp_path, closed):
         ),
         ("open('missing')", 2, "missing cannot be used (No such file or directory); correct the path"),
         ("open('program.py/x')", 2, "program.py/x cannot be used (Not a directory); a part of the path is a file"),
+        (
+            "raise OSError(107, 'Not connected', 'share')",
+            2,
+            "share cannot be used (Not connected); choose another",
+        ),
         ("raise OSError(28, 'No space left on device')", 1, "No space left on device; free disk space"),
         ("import pathlib\npathlib.Path('~nobody-here').expanduser()", 2, "this user has no home folder; set the"),
         ("bytearray(2**62)", 1, "out of memory; lower batch_size"),

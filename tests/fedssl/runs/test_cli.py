@@ -169,3 +169,10 @@ def test_what_is_refused(runs, command, tmp_path, monkeypatch, overrides, senten
     status, out, err = command(*(word.format(runs=runs) for word in overrides))
     assert (status, out, len(err.splitlines())) == (2, "", 1)
     assert sentence in err
+
+
+def test_show_a_killed_run_in_a_folder_of_any_name(tmp_path, command):
+    folder = job(tmp_path / "clients" / "a", "tracker=wandb", "tracker.mode=online", status=None)
+    _, out, _ = command("show", folder)
+    assert f"fedssl tracker.mode=online resume={folder}" in out
+    assert "config.yaml" in out
