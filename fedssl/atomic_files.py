@@ -62,18 +62,15 @@ def fsync_file(file: Path) -> None:
 
 def remove_partial_files(folder: Path) -> None:
     """Remove incomplete files of killed processes from a folder and its subfolders; no process may be writing there."""
-    for parent, _, files in os.walk(folder):
-        for name in files:
-            if name.startswith(".") and name.endswith(_PARTIAL):
-                remove(Path(parent, name))
+    for file in folder.rglob(f".*{_PARTIAL}"):
+        remove(file)
 
 
 def reject_symlinks(folder: Path) -> None:
     """Reject, by an `InputError`, symbolic links in a folder and its subfolders, which would redirect writes."""
-    for parent, folders, files in os.walk(folder):
-        for path in (Path(parent, name) for name in (*folders, *files)):
-            if path.is_symlink():
-                raise InputError(f"{path} is a symbolic link; replace it by the file or folder it refers to")
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            raise InputError(f"{path} is a symbolic link; replace it by the file or folder it refers to")
 
 
 def make_subfolder(folder: Path, name: str) -> Path:

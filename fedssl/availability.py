@@ -103,14 +103,13 @@ def first_time_online(times: Collection[OnlineTimes], after: float, *, number: i
     return None
 
 
+@dataclass(kw_only=True, eq=False)
 class Availability(ABC):
-    """Availability of the clients 0 to ``num_clients - 1``.
+    """Availability of the clients 0 to ``num_clients - 1``."""
 
-    ``dropout`` is the probability that the reply of a client is lost, independently in every round. 0 disables it.
-    """
-
-    def __init__(self, *, num_clients: int, seed: int, dropout: float = 0.0) -> None:
-        self._seed, self._dropout = seed, dropout
+    num_clients: int
+    seed: int
+    dropout: float = 0.0  # probability that the reply of a client is lost, independently in every round; 0 disables it
 
     @abstractmethod
     def online_times(self, client: int) -> OnlineTimes | None:
@@ -118,7 +117,7 @@ class Availability(ABC):
 
     def drops_out(self, client: int, round: int, attempt: int) -> bool:
         """Return whether a client trains in this attempt at a round, and its reply is lost."""
-        return float(numpy_generator(self._seed, "dropout", client, round, attempt).uniform()) < self._dropout
+        return float(numpy_generator(self.seed, "dropout", client, round, attempt).uniform()) < self.dropout
 
 
 class Always(Availability):
@@ -128,6 +127,7 @@ class Always(Availability):
         return ALWAYS_ONLINE
 
 
+@dataclass(kw_only=True, eq=False)
 class Diurnal(Availability):
     r"""Daily rhythm: each client is online for a fraction of every period. The start is drawn once per client.
 
@@ -138,30 +138,32 @@ class Diurnal(Availability):
     with $\tau$ the virtual time, P the period and f the fraction.
     """
 
-    def __init__(self, *, num_clients: int, seed: int, fraction: float, period: float, dropout: float) -> None:
-        check_arguments("availability", fraction=fraction, period=period, dropout=dropout)
-        super().__init__(num_clients=num_clients, seed=seed, dropout=dropout)
-        self._fraction, self._period = fraction, period
+    fraction: float
+    period: float  # seconds
+
+    def __post_init__(self) -> None:
+        check_arguments("availability", fraction=self.fraction, period=self.period, dropout=self.dropout)
 
     def online_times(self, client: int) -> OnlineTimes | None:
         """Return the interval of a client, which starts at a uniform time of day."""
-        if self._fraction == 1:
+        if self.fraction == 1:
             return ALWAYS_ONLINE
-        start = self._period * float(numpy_generator(self._seed, "availability", client).uniform())
-        return OnlineTimes(((start, start + self._fraction * self._period),), period=self._period)
+        start = self.period * float(numpy_generator(self.seed, "availability", client).uniform())
+        return OnlineTimes(((start, start + self.fraction * self.period),), period=self.period)
 
 
+@dataclass(kw_only=True, eq=False)
 class Trace(Availability):
     """Intervals from a CSV file, [start, end) in any order. Overlapping ones are merged."""
 
-    def __init__(
-        self, *, num_clients: int, seed: int, file: str | Path | None, period: float | None, dropout: float
-    ) -> None:
-        check_arguments("availability", owner="Trace", period=period, dropout=dropout)
-        super().__init__(num_clients=num_clients, seed=seed, dropout=dropout)
-        if file is None:
+    file: str | Path | None
+    period: float | None  # seconds; None: the intervals are not repeated
+
+    def __post_init__(self) -> None:
+        check_arguments("availability", owner="Trace", period=self.period, dropout=self.dropout)
+        if self.file is None:
             raise InputError(f"availability=trace needs availability.file, a CSV file of {INTERVAL_HEADER}; set it")
-        self._times = read_intervals(Path(file), num_clients=num_clients, period=period)
+        self._times = read_intervals(Path(self.file), num_clients=self.num_clients, period=self.period)
 
     def online_times(self, client: int) -> OnlineTimes | None:
         return self._times.get(client)
@@ -238,6 +240,7 @@ def no_client_speed(*, num_clients: int, seed: int) -> None:
     """Return None: there is no virtual time."""
 
 
+@dataclass(kw_only=True, eq=False)
 class LogNormalSpeed(ClientSpeed):
     r"""Log-normal speeds around a median.
 
@@ -251,37 +254,27 @@ class LogNormalSpeed(ClientSpeed):
     with c and b the median compute speed and bandwidth, and u, v independent, from a standard normal distribution.
     """
 
-    def __init__(
-        self,
-        *,
-        num_clients: int,
-        seed: int,
-        flops_per_second: float,
-        upload_bytes_per_second: float,
-        download_bytes_per_second: float,
-        sigma_clients: float,
-        sigma_rounds: float,
-    ) -> None:
-        check_arguments(
-            "client_speed",
-            flops_per_second=flops_per_second,
-            upload_bytes_per_second=upload_bytes_per_second,
-            download_bytes_per_second=download_bytes_per_second,
-            sigma_clients=sigma_clients,
-            sigma_rounds=sigma_rounds,
-        )
-        self._median = Speed(flops_per_second, upload_bytes_per_second, download_bytes_per_second)
-        self._seed, self._sigma_clients, self._sigma_rounds = seed, sigma_clients, sigma_rounds
+    num_clients: int
+    seed: int
+    flops_per_second: float
+    upload_bytes_per_second: float
+    download_bytes_per_second: float
+    sigma_clients: float
+    sigma_rounds: float
+
+    def __post_init__(self) -> None:
+        unlimited = ("num_clients", "seed")
+        check_arguments("client_speed", **{key: value for key, value in vars(self).items() if key not in unlimited})
 
     def speed(self, client: int, round: int) -> Speed:
-        of_client = numpy_generator(self._seed, "client-speed", client).standard_normal(2)
-        of_round = numpy_generator(self._seed, "client-speed", client, round).standard_normal(2)
-        exponents = self._sigma_clients * of_client + self._sigma_rounds * of_round
-        median, computation, bandwidth = self._median, math.exp(exponents[0]), math.exp(exponents[1])
+        of_client = numpy_generator(self.seed, "client-speed", client).standard_normal(2)
+        of_round = numpy_generator(self.seed, "client-speed", client, round).standard_normal(2)
+        exponents = self.sigma_clients * of_client + self.sigma_rounds * of_round
+        computation, bandwidth = math.exp(exponents[0]), math.exp(exponents[1])
         return Speed(
-            median.flops_per_second * computation,
-            median.upload_bytes_per_second * bandwidth,
-            median.download_bytes_per_second * bandwidth,
+            self.flops_per_second * computation,
+            self.upload_bytes_per_second * bandwidth,
+            self.download_bytes_per_second * bandwidth,
         )
 
 

@@ -7,12 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fedssl.arrays import Layers
-from fedssl.atomic_files import (
-    reject_symlinks,
-    remove_partial_files,
-    round_file,
-    write_text,
-)
+from fedssl.atomic_files import reject_symlinks, remove_partial_files, round_file, write_text
 from fedssl.base_layers import layers_digest, save_base
 from fedssl.config.load import DEVICE_NUMBERS_FILE, IMAGES_FILE
 from fedssl.config.saved_run import BASE_FOLDER, INITIAL_ENCODER_FILE, read_settings, resume_command, save_run
@@ -21,26 +16,14 @@ from fedssl.errors import InputError
 from fedssl.locks import lock
 from fedssl.logs import log
 from fedssl.plots.partition import partition_table
-from fedssl.runs.manifest import (
-    JSONL_FILES,
-    LineFile,
-    Manifest,
-    read_manifest,
-    remove_later_versions,
-    write_manifest,
-)
+from fedssl.runs.manifest import JSONL_FILES, LineFile, Manifest, read_manifest, remove_later_versions, write_manifest
 from fedssl.runs.run import FLEET_FILE, LOCK_FILE
 from fedssl.runs.snapshots import remove_later_snapshots
 from fedssl.safe_io import MAX_LINES_BYTES, read_text, sanitize_line
 from fedssl.text_table import to_csv
 from fedssl.wire.records import EXACT, record_bytes
 from server_app.build import ClientData, RunComponents
-from server_app.checkpoint import (
-    StateSchema,
-    delete_checkpoints_after,
-    latest_checkpoint,
-    manifest_file,
-)
+from server_app.checkpoint import StateSchema, delete_checkpoints_after, latest_checkpoint, manifest_file
 from server_app.client_models import ClientModels
 from server_app.initial_weights import restore_teacher, store_initial_weights
 from strategies.types import ServerState

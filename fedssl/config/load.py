@@ -10,14 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from fedssl.config.compose import RESUMABLE_KEYS, resolve_config
 from fedssl.config.literal import user_path
-from fedssl.config.overrides import (
-    CONF,
-    by_key,
-    key_and_group,
-    parse,
-    partition_by_key,
-    quote_value,
-)
+from fedssl.config.overrides import CONF, by_key, key_and_group, parse, partition_by_key, quote_value
 from fedssl.config.saved_run import (
     check_saved_overrides,
     read_overrides,
@@ -26,12 +19,7 @@ from fedssl.config.saved_run import (
     restore_initial_weights,
     saved_teacher,
 )
-from fedssl.config.settings import (
-    ClientSettings,
-    DataSettings,
-    PartitionSettings,
-    Settings,
-)
+from fedssl.config.settings import ClientSettings, DataSettings, PartitionSettings, Settings
 from fedssl.config.statistics_settings import without_requests
 from fedssl.config.targets import normalize
 from fedssl.config.typed_settings import client_settings, make_settings, partition_settings, read_data
@@ -166,8 +154,7 @@ def with_run_folder(settings: Settings, folder: Path, *, paths: Mapping[str, str
 @functools.lru_cache(maxsize=4)
 def parse_client_images(text: str) -> tuple[DataSettings, PartitionSettings]:
     """Return the data set and the partition of a simulated client, as `parse_client_config`, also without a folder."""
-    config = OmegaConf.create(plain_values(load_plain_yaml(text), "settings", special=None))
-    assert isinstance(config, DictConfig)
+    config = _client_config(text)
     return read_data(config.dataset), partition_settings(config)
 
 
@@ -177,6 +164,11 @@ def parse_client_config(text: str) -> ClientSettings:
 
     The YAML names classes and paths of the user's command. It is for clients on the user's machines only.
     """
+    config = _client_config(text)
+    return client_settings(config, states=Path(config.output_dir) / "clients", partition=partition_settings(config))
+
+
+def _client_config(text: str) -> DictConfig:
     config = OmegaConf.create(plain_values(load_plain_yaml(text), "settings", special=None))
     assert isinstance(config, DictConfig)
-    return client_settings(config, states=Path(config.output_dir) / "clients", partition=partition_settings(config))
+    return config

@@ -10,14 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from fedssl.config.aggregation_settings import AggregationSettings, PrivacySettings, SecureAggregationSettings
 from fedssl.config.compose import check_resolved
-from fedssl.config.overrides import (
-    check_run_id,
-    did_you_mean,
-)
-from fedssl.config.saved_run import (
-    BASE_FOLDER,
-    INITIAL_ENCODER_FILE,
-)
+from fedssl.config.overrides import check_run_id, did_you_mean
+from fedssl.config.saved_run import BASE_FOLDER, INITIAL_ENCODER_FILE
 from fedssl.config.settings import (
     SERVER_ENCODER_KEYS,
     AlgorithmSettings,

@@ -24,11 +24,8 @@ from fedssl.views import Views
 WARMUP_STEPS = 3  # eager steps before capture: libraries choose kernels, the optimizer creates its state
 MAX_GRAPHS = 32  # captured kinds of steps, which differ in batch size
 
-BUILT_IN = (
-    "fedssl.",
-    "strategies.",
-    "torch.optim.",
-)  # modules whose steps are tested to give the same numbers when captured
+# Modules whose steps are tested to give the same numbers when captured.
+BUILT_IN = ("fedssl.", "strategies.", "torch.optim.")
 LIBRARIES = ("torch.nn.", "torchvision.", "timm.")  # whose networks depend on tensors alone
 
 TrainStep = Callable[[Views], Tensor]

@@ -87,9 +87,9 @@ class Run:
         """Return whether a result is one of `metrics`."""
         return self.metrics is None or name in self.metrics
 
-    def metric(self, name: str, *, round: int | None = None) -> float | None:
-        """Return the value of `score`; None if there is none."""
-        score = self.score(name, round=round)
+    def metric(self, name: str) -> float | None:
+        """Return the value of a final `score`; None if there is none."""
+        score = self.score(name)
         return None if score is None else score.value
 
     def score(self, name: str, *, round: int | None = None) -> Score | None:
