@@ -26,16 +26,24 @@ _ADAPTER = re.compile(r"\badapters\.\d+\.(down|up)\.")
 _COUNTER = "num_batches_tracked"  # last component of a name that checkpoints of torch before 0.4.1 lack
 _CLASS, _REGISTERS = r"(.*\.)?(cls_token|class_token)", r"(.*\.)?(reg_token|register_tokens)"
 _POSITIONS = r"(.*\.)?(pos_embed|encoder\.pos_embedding)"
+_STATISTICS = "running_mean|running_var|num_batches_tracked"  # of batch normalization
+_OF_TRANSFORMERS = ".attention.attention.query.weight"  # in names of the vision transformers of that library
 _SET_REGISTERS = "set encoder.registers to the number of register tokens of the weights"
 # Settings of this project's encoders to change, by how a tensor does not fit and by its name.
 _REMEDIES = {
-    "are missing": {_CLASS: "set encoder.pool=mean", _REGISTERS: _SET_REGISTERS},
+    "are missing": {
+        _CLASS: "set encoder.pool=mean",
+        _REGISTERS: _SET_REGISTERS,
+        rf".*\.({_STATISTICS})": "set encoder.norm=group",
+    },
     "are unexpected": {
         _CLASS: "set encoder.pool=token",
         _POSITIONS: "set encoder.positions=learned",
         _REGISTERS: _SET_REGISTERS,
+        rf".*\.({_STATISTICS})": "set encoder.norm=batch",
     },
     "have other shapes": {
+        rf"{_POSITIONS} \(.*": "set encoder.pool=token",  # one position more than patches
         r"conv1\.weight \(.*": "set encoder.stem to that of the weights (imagenet: 7x7, small: 3x3)",
         rf"{_REGISTERS} \(.*": _SET_REGISTERS,
     },
@@ -67,9 +75,12 @@ def load_pretrained(encoder: Encoder, source: str) -> str:
     template = encoder.state_dict()
     match = match_names(checkpoint.tensors, template)
     if match is None:
+        remedy = "set the encoder that the weights were trained with"
+        if any(name.endswith(_OF_TRANSFORMERS) for name in checkpoint.tensors):
+            remedy = "transformers has its own names; use the same weights of timm, which has those of DINOv2 and ViT"
         raise InputError(
             f"encoder.weights={source} has no tensor of the encoder: it has {_listed(list(checkpoint.tensors))}, and "
-            f"the encoder has {_listed(list(template))}; set the encoder that the weights were trained with"
+            f"the encoder has {_listed(list(template))}; {remedy}"
         )
     tensors, adapted = _fit(encoder, template, checkpoint, match, source=source)
     encoder.load_state_dict({**template, **tensors})

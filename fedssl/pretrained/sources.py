@@ -27,6 +27,10 @@ def absolute_source(source: str) -> str:
     prefix, name = _split(source)
     if prefix:
         return f"{prefix}:{name}"
+    if re.match(r"\w+://", source):
+        raise InputError(
+            f"encoder.weights={source} is an address; download the file, and set encoder.weights to its path"
+        )
     if not source:
         raise InputError("encoder.weights is empty; set a file, a run folder, timm:NAME, torchvision:NAME or hf:REPO")
     return str(user_path(source).absolute())
@@ -42,18 +46,23 @@ def read_source(source: str) -> Checkpoint:
 
 
 def file_of(source: str) -> Path | None:
-    """Return the file of a source, or None if it names a library's model; `InputError` for a folder without one."""
+    """Return the file of a source, or None if it names a library's model; `InputError` for a folder without one.
+
+    A folder is that of a run, or one for the Hugging Face Hub.
+    """
     prefix, name = _split(source)
     if prefix:
         return None
     path = Path(name)
     if not path.is_dir():
         return path
-    if not (path / "encoder.pt").is_file():
-        raise InputError(
-            f"encoder.weights={path} is a folder without encoder.pt; set the folder of a finished run, or a file"
-        )
-    return path / "encoder.pt"
+    for file in (path / "encoder.pt", path / "model.safetensors"):
+        if file.is_file():
+            return file
+    raise InputError(
+        f"encoder.weights={path} is a folder without encoder.pt or model.safetensors; set the folder of a finished "
+        "run, or a file"
+    )
 
 
 def _split(source: str) -> tuple[str, str]:
@@ -135,6 +144,7 @@ def _read_hub(repository: str) -> Checkpoint:
 def _hub_file(repository: str, name: str, *, source: str) -> Path:
     """Return a file of the Hub from the local cache, or download it; raise an `InputError` if neither is possible."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import RemoteEntryNotFoundError
     from huggingface_hub.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -144,6 +154,11 @@ def _hub_file(repository: str, name: str, *, source: str) -> Path:
         if isinstance(cached, str):
             return Path(cached)
         return Path(hf_hub_download(repository, name, etag_timeout=_TIMEOUT))
+    except RemoteEntryNotFoundError as error:
+        raise InputError(
+            f"encoder.weights={source}: {repository} has no {name}; download its weights in another format, such as "
+            "pytorch_model.bin, and set encoder.weights to the path of this file"
+        ) from error
     except Exception as error:  # of the network, of the repository or of its name
         raise InputError(
             f"encoder.weights={source}: {name} of {repository} is not in the cache and cannot be downloaded "

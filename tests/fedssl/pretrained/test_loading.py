@@ -1,6 +1,7 @@
 """Loading into encoders: equal outputs, adaption, strictness, statistics, and the published EfficientNet-Lite0."""
 
 import re
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -70,6 +71,10 @@ def weights_of(**changes) -> dict:
             "no tensor of the encoder: it has conv1.weight, bn1.weight, bn1.bias, ..., and the encoder has blocks.0",
         ),
         ({"blocks.0.0.weight": torch.rand(4, 1, 3, 3)}, "of 24 tensors, 19 are missing (blocks.0.1.weight, "),
+        (
+            {"encoder.layer.0.attention.attention.query.weight": torch.rand(2, 2)},
+            "transformers has its own names; use the same weights of timm",
+        ),
         (weights_of(extra=torch.rand(1)), "of 24 tensors, 1 are unexpected (extra); set the encoder"),
         (
             conv_small(channels=1, size=8, width=8).state_dict(),
@@ -87,6 +92,23 @@ def test_weights_of_another_encoder(content, message, tmp_path):
     with pytest.raises(InputError, match=re.escape(message)):
         load_pretrained(encoder, save(content, tmp_path))
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("theirs", "changes", "remedy"),
+    [
+        ({}, {"pool": "mean"}, "set encoder.pool=token"),
+        ({"pool": "mean"}, {}, "set encoder.pool=mean"),
+        ({}, {"norm": "group"}, "set encoder.norm=batch"),
+        ({"norm": "group"}, {}, "set encoder.norm=group"),
+    ],
+)
+def test_the_setting_that_the_weights_need_is_named(theirs, changes, remedy, tmp_path):
+    vit = partial(vit_tiny, channels=3, size=16, patch=8, depth=1, width=8, heads=1, positions="learned")
+    build = vit if "pool" in theirs | changes else partial(conv_small, channels=3, size=8, width=4)
+    file = save(build(**theirs).state_dict(), tmp_path)
+    with pytest.raises(InputError, match=f"; {remedy}$"):
+        load_pretrained(build(**changes), file)
 
 
 def test_the_official_dinov2_with_registers(tmp_path):

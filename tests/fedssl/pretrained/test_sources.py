@@ -2,10 +2,12 @@
 
 import json
 
+import httpx
 import huggingface_hub
 import pytest
 import timm
 import torch
+from huggingface_hub.errors import RemoteEntryNotFoundError
 from safetensors.torch import save_file
 
 from fedssl.encoders import conv_small
@@ -48,6 +50,8 @@ def test_files_and_run_folders(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="empty is a folder without encoder.pt"):
         read_source(absolute_source("empty"))
+    save_file({"weight": torch.ones(2)}, tmp_path / "empty" / "model.safetensors")
+    assert read_source(absolute_source("empty")).tensors["weight"].tolist() == [1, 1]
     (tmp_path / "a:b").mkdir()
     assert absolute_source("a:b") == str(tmp_path / "a:b")  # an existing path
 
@@ -56,16 +60,12 @@ def test_files_and_run_folders(tmp_path, monkeypatch):
     ("source", "message"),
     [
         ("tim:resnet18", "has the unknown prefix tim.*did you mean timm"),
-        ("http://host/weights.pt", None),
+        ("http://host/weights.pt", "is an address; download the file"),
         ("s3:bucket", "has the unknown prefix s3.*timm:NAME, torchvision:NAME or hf:REPO"),
         ("", "encoder.weights is empty"),
     ],
 )
 def test_unknown_sources(source, message):
-    if message is None:  # a path that does not exist
-        with pytest.raises(InputError, match="does not exist"):
-            read_source(absolute_source(source))
-        return
     with pytest.raises(InputError, match=message):
         absolute_source(source)
 
@@ -105,6 +105,15 @@ def test_a_repository_from_the_cache(hub):
 def test_an_offline_hub(hub, source, url):
     with pytest.raises(InputError, match=f"not in the cache and cannot be .*download {url} elsewhere, and"):
         read_source(source)
+
+
+def test_a_repository_without_safetensors(hub, monkeypatch):
+    def download(*arguments, **options):
+        raise RemoteEntryNotFoundError("404", response=httpx.Response(404, request=httpx.Request("GET", "https://x")))
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    with pytest.raises(InputError, match="somebody/network has no model.safetensors; download .* pytorch_model.bin"):
+        read_source("hf:somebody/network")
 
 
 @pytest.mark.parametrize(
