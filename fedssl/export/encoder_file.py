@@ -24,6 +24,7 @@ from fedssl import encoders
 from fedssl.atomic_files import atomic_write
 from fedssl.config.targets import user_encoder
 from fedssl.datasets.raster import pixel_settings
+from fedssl.encoders.library import require_timm
 from fedssl.errors import InputError, sanitize
 from fedssl.export.preprocess import Preprocess
 from fedssl.export.weights import read_safetensors
@@ -123,6 +124,8 @@ def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = N
             f"load_encoder(path, build={target.rpartition('.')[2]}), or its settings on the command "
             "line with --config-dir FOLDER"
         )
+    if known is encoders.timm:
+        require_timm(str(path))
     try:
         if known is not None:  # first without memory, since the settings may need any amount
             with shapes_only():

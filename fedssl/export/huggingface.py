@@ -120,7 +120,6 @@ def _config(source: ExportSource, timm: TimmModel | None) -> dict[str, Any]:
         "architecture": timm.name,
         "num_classes": 0,
         "num_features": encoder.feature_dim,
-        "global_pool": timm.arguments.get("global_pool", "avg"),
         "model_args": {key: value for key, value in timm.arguments.items() if key != "num_classes"},  # is above
         "pretrained_cfg": pretrained,
         **ours,

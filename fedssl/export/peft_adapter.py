@@ -29,7 +29,6 @@ from fedssl.safe_io import corrupt_file_error
 from fedssl.tensor_file import read_tensor_file
 from fedssl.tuning import plain_copy
 
-ADAPTER_FILE = "adapter.safetensors"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."  # of the names in PEFT
 _IN_PROJ, _OUT_PROJ = ".in_proj_weight", ".out_proj.weight"
@@ -73,20 +72,31 @@ def read_adapter(file: Path, weights: Mapping[str, Tensor]) -> list[tuple[LowRan
 def write_peft(source: ExportSource, folder: Path) -> None:
     """Write the folder with its two files."""
     weights = source.content["weights"]
-    factors = read_adapter(_run_folder(source) / ADAPTER_FILE, weights)
-    base = read_base(_run_folder(source) / BASE_FOLDER)
+    factors = read_adapter(_adapter_file(source), weights)
+    base = read_base(source.file.parent / BASE_FOLDER)
     if any(f"encoder.{layer.weight}" not in base for layer, _, _ in factors):
         raise InputError(
             "format=peft has an adapter for the weights before training, but tuning.aggregation=exact or stack changed "
             "them; choose another format"
         )
     tensors: dict[str, Tensor] = {}
+    called = _called_modules(source)
     for layer, a, b in factors:
+        if _target(layer.weight, weights) not in called:
+            raise InputError(
+                f"format=peft does not support {layer.weight}, which the network uses without its layer, where alone "
+                "PEFT adds products; choose another format, or leave it out of tuning.targets"
+            )
         weight, module = weights[layer.weight], _module(layer.weight, weights)
         if weight.ndim == 4:  # PEFT has the kernel of A, and a 1x1 convolution as B
             _check_groups(source, layer.weight)
             a, b = a.view(-1, *weight.shape[1:]), b[:, :, None, None]
         tensors |= {f"{_PREFIX}{module}.lora_A.weight": a, f"{_PREFIX}{module}.lora_B.weight": b}
+    if any(".base_layer.out_proj." in name for name in tensors):
+        log.warning(
+            "PEFT 0.21 adds the product of out_proj twice, so that its encoder differs from encoder.pt; train without "
+            "out_proj in tuning.targets, or use encoder.pt"
+        )
     rank = len(factors[0][1])
     for module, weight in _other_projections(factors, weights).items():  # PEFT adapts both projections of an attention
         tensors[f"{_PREFIX}{module}.lora_A.weight"] = weight.new_zeros(rank, weight.shape[1])
@@ -108,7 +118,7 @@ def write_peft(source: ExportSource, folder: Path) -> None:
 @torch.no_grad()
 def run_peft(source: ExportSource, folder: Path, images: Tensor) -> Tensor:
     """Compute the representations ``(batch, feature_dim)`` of images by the base layers and the folder's adapter."""
-    base = read_base(_run_folder(source) / BASE_FOLDER)
+    base = read_base(source.file.parent / BASE_FOLDER)
     adapter, _ = read_tensor_file(folder / WEIGHTS)
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     scale = config["lora_alpha"] / config["r"]
@@ -129,10 +139,22 @@ def run_peft(source: ExportSource, folder: Path, images: Tensor) -> Tensor:
         model.load_state_dict(trained)
 
 
-def _run_folder(source: ExportSource) -> Path:
-    if source.run is None:
-        raise InputError("format=peft needs the run folder; give run=DIR instead of encoder=FILE")
-    return source.run.folder
+def _adapter_file(source: ExportSource) -> Path:
+    """Return the file of the factors, which is beside the encoder's; a run may have several."""
+    return source.file.with_name(f"adapter{source.file.stem.removeprefix('encoder')}.safetensors")
+
+
+def _called_modules(source: ExportSource) -> set[str]:
+    """Return the names of the modules that the encoder calls, which are those that PEFT can replace."""
+    called = set[str]()
+    hooks = [
+        module.register_forward_hook(lambda *_, name=name: called.add(name))
+        for name, module in source.encoder.named_modules()
+    ]
+    represent(source.encoder, source.encoder.preprocess, source.random_images(1))
+    for hook in hooks:
+        hook.remove()
+    return called
 
 
 def _module(weight: str, weights: Mapping[str, Tensor]) -> str:

@@ -189,6 +189,16 @@ def test_only_encoders_of_this_package_are_built(tmp_path: Path, target: object)
     assert f"holds the encoder {target}" in refused(path)
 
 
+def test_an_encoder_of_timm_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"_target_": "fedssl.encoders.timm", "name": "test_resnet", "channels": 3, "size": 32}
+    file = save(tmp_path / "encoder.pt", settings=settings)
+    monkeypatch.setattr("fedssl.encoders.library.find_spec", lambda name: None)
+    with pytest.raises(
+        InputError, match="encoder.pt needs timm; install it: uv sync --extra timm, or pip install timm$"
+    ):
+        load_encoder(file)
+
+
 def test_a_user_encoder_is_built_by_the_given_function(tmp_path: Path) -> None:
     def mine(*, channels: int, size: int, breadth: int) -> Encoder:
         return conv_small(channels=channels, size=size, width=breadth)

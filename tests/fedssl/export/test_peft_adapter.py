@@ -1,23 +1,27 @@
 """format=peft: a folder with the names, shapes and scale of PEFT, and refusals."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedssl.base_layers import read_base
+from fedssl.base_layers import layers_digest, read_base, save_base
 from fedssl.errors import InputError
 from fedssl.export import cli, load_encoder
-from fedssl.export.peft_adapter import ADAPTER_FILE, CONFIG, WEIGHTS
+from fedssl.export.peft_adapter import CONFIG, WEIGHTS, merge_adapter
+from fedssl.tuning import lora
 from simulation.run import run
 from tests.cases import some
+from tests.fedssl.export.made import RESNET, source_of
 
 SMALL = ["num_clients=2", "rounds=1", "local_epochs=2", "dataset.limit=60"]
 SMALL += ["threads=1", "batch_size=16", "partition=iid"]
 SMALL += ["evaluate_every=0", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
 SMALL += ["method.projector.hidden_dim=8", "tuning=lora", "tuning.rank=2", "tuning.alpha=8"]
 VIT = ["encoder=vit_tiny", "encoder.width=8", "encoder.depth=1", "encoder.heads=2", "encoder.patch=4"]
+ADAPTER_FILE = "adapter.safetensors"
 PREFIX = "base_model.model."
 BLOCK = "encoder.layers.encoder_layer_0"
 
@@ -91,9 +95,35 @@ def test_convolutions_have_the_kernels_of_peft(conv):
     assert torch.equal(b.flatten(1), factors["blocks.1.0.lora_B"])
 
 
-def test_an_attention_has_factors_of_both_projections(vit):
+def test_each_encoder_of_a_run_has_its_adapter(conv, tmp_path):
+    shutil.copytree(conv, tmp_path / "run")
+    for name in ("encoder.pt", ADAPTER_FILE):
+        file = tmp_path / "run" / name
+        file.rename(file.with_stem(f"{file.stem}-cluster_1"))
+    encoder = tmp_path / "run" / "encoder-cluster_1.pt"
+    with pytest.raises(InputError, match="the run has 1 encoders; give one of them: encoder=.*encoder-cluster_1.pt"):
+        export(tmp_path / "run")
+    assert "largest difference of representations" in cli.run([f"encoder={encoder}", "format=peft"])
+    assert (tmp_path / "run" / "encoder-cluster_1-peft" / WEIGHTS).is_file()
+
+
+def test_weights_used_without_their_layer_are_refused(tmp_path):
+    """The attention of EVA calls a function with the weight of qkv; PEFT would replace the layer in vain."""
+    source = source_of(
+        tmp_path, {**RESNET, "_target_": "fedssl.encoders.timm", "name": "eva02_tiny_patch14_224", "size": 28}
+    )
+    base = {f"encoder.{name}": value.numpy() for name, value in source.encoder.state_dict().items()}
+    save_base(tmp_path / "base", base, digest=layers_digest(base))
+    lora(source.encoder, rank=1, alpha=1, targets=["qkv"])
+    merge_adapter(source.encoder, tmp_path / ADAPTER_FILE)
+    with pytest.raises(InputError, match="format=peft does not support blocks.0.attn.qkv.weight, which the network"):
+        cli.run([f"encoder={source.file}", "format=peft"])
+
+
+def test_an_attention_has_factors_of_both_projections(vit, caplog):
     """PEFT adapts the output projection as well; without factors here, its product is 0."""
     export(vit, output=vit / "adapter")
+    assert "out_proj" not in caplog.text  # whose product PEFT 0.21 adds twice
     adapter, factors = load_file(vit / "adapter" / WEIGHTS), load_file(vit / ADAPTER_FILE)
     names = [f"{BLOCK}.mlp.0", f"{BLOCK}.self_attention", f"{BLOCK}.self_attention.base_layer.out_proj"]
     assert set(adapter) == {f"{PREFIX}{name}.lora_{factor}.weight" for name in names for factor in "AB"}
@@ -105,9 +135,7 @@ def test_an_attention_has_factors_of_both_projections(vit):
     assert b.any()
 
 
-def test_encoders_without_factors_are_refused(conv, tmp_path):
-    with pytest.raises(InputError, match="format=peft needs the run folder; give run=DIR"):
-        cli.run([f"encoder={conv / 'encoder.pt'}", "format=peft", f"output={tmp_path / 'x'}"])
+def test_encoders_without_factors_are_refused(tmp_path):
     folder = tmp_path / "run"
     run([*SMALL[:-3], "encoder.width=4", f"output_dir={folder}"])
     assert not (folder / ADAPTER_FILE).exists()
