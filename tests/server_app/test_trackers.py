@@ -15,7 +15,6 @@ from fedssl.atomic_files import reject_symlinks
 from fedssl.config.load import compose
 from fedssl.errors import InputError
 from server_app.trackers.base import SafeTracker, TrackedRun
-from server_app.trackers.tensorboard import TensorBoard
 from simulation.run import run
 from tests.runs import read_summary
 
@@ -57,19 +56,6 @@ def test_tensorboard(tmp_path, caplog):
     assert [(one.step, one.value) for one in events.Scalars("final/pixels/knn")] == [(3, pytest.approx(0.4))]
     (text,) = {bytes(one.tensor_proto.string_val[0]) for one in events.Tensors("settings/text_summary")[-1:]}
     assert b'    strategy._target_: "strategies.fedavg.FedAvg"' in text
-
-
-def test_tensorboard_has_no_round_twice_without_a_checkpoint(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for last in (2, 3):  # a process that was killed before its first checkpoint, and one that resumes the run
-        tracker = TensorBoard()
-        tracker.begin(TrackedRun(folder=tmp_path, run_id="r12", done=0, settings={}))
-        for round in range(1, last + 1):
-            tracker.round(round, {"loss": 2.5 * last})
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(one.step, one.value) for one in events.Scalars("loss")] == [(1, 7.5), (2, 7.5), (3, 7.5)]
 
 
 def test_mlflow(tmp_path, caplog):
