@@ -130,8 +130,8 @@ def with_fit_result(app):
 
 
 @pytest.mark.parametrize(("server", "client"), [("Flower", "fedssl"), ("fedssl", "Flower")])
-def test_flowers_client_and_server_have_the_same_wire_format(server, client):
-    logging.getLogger("flwr").setLevel(logging.ERROR)
+def test_flowers_client_and_server_have_the_same_wire_format(server, client, caplog):
+    caplog.set_level(logging.ERROR, "flwr")  # until the end of the test
     app = (fedssl_app if client == "fedssl" else flower_app)(delta_of_node)
     if (server, client) == ("Flower", "fedssl"):
         app = with_fit_result(app)
