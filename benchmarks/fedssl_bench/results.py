@@ -15,7 +15,7 @@ from benchmarks.fedssl_bench.ranking import differences, friedman, ranks
 from benchmarks.fedssl_bench.suites import BOUNDS, SUITES, UNTRAINED, Suite
 from fedssl.atomic_files import write_text
 from fedssl.evaluation.scores import as_scores
-from fedssl.report.significance import POWER, Difference, detectable
+from fedssl.report.significance import POWER, Difference, detectable, seeds_for
 from fedssl.runs.run import read_run
 from fedssl.text_table import markdown
 
@@ -173,7 +173,7 @@ def _difference_cells(difference: Difference | None) -> list[str]:
         f"{difference.low:+.1f} to {difference.high:+.1f}",
         f"{difference.p:.2f}",
         f"{difference.effect:+.1f}",
-        str(difference.seeds),
+        str(seeds_for(difference.spread)),
     ]
 
 

@@ -227,7 +227,7 @@ def test_a_device_that_returns_is_asked_again(rejected, caplog, monkeypatch):
     assert not manager.clients.rejected
 
 
-def test_a_restarted_device_without_a_key_returns_after_its_old_session(monkeypatch):
+def test_a_device_without_a_key_returns_after_its_session(monkeypatch):
     """Node 3 is the new session of node 2, which is online until its heartbeats are missed."""
     grid = answering(*({"node-info": ConfigRecord({"name": name})} for name in "aaa"))
     monkeypatch.setattr(grid, "get_node_ids", lambda: [2])

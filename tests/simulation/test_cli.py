@@ -4,12 +4,17 @@ import shlex
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 import simulation.run
+from fedssl.config.literal import literal_values
 from fedssl.config.load import compose
 from fedssl.config.saved_run import save_run
+from fedssl.config.targets import searchpath_override
+from fedssl.errors import InputError
 from simulation import cli
+from simulation.sweep import STATE_FILE
 from tests.devices import write_images
 from tests.simulation.test_run import QUICK
 
@@ -74,3 +79,24 @@ def test_a_missing_split_is_refused_before_the_run_folder(tmp_path, monkeypatch,
     assert "images has no split 'val', only Testing, Training; name one of them in dataset.splits" in error
     assert command("Testing")[0] == 0
     assert (tmp_path / "run" / "encoder.pt").exists()
+
+
+def test_a_sequential_sweep_stops_with_the_command_that_resumes_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def stop(overrides):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run", stop)
+    words = ["rounds=1", "seed=0,1", "hydra.sweep.dir='a, b'", "sweep.jobs=1"]
+    with pytest.raises(KeyboardInterrupt, match="; continue with: fedssl -m 'hydra") as stopped:
+        cli._run_sweep([searchpath_override([tmp_path]), *QUICK, *words])
+    assert yaml.safe_load((tmp_path / "a, b" / STATE_FILE).read_text())["jobs"].keys() == {"0", "1"}
+    with pytest.raises(InputError, match="hydra.sweep.dir=b but resume=.* continues in its folder; leave out hydra"):
+        cli._run_sweep(["resume='a, b'", "hydra.sweep.dir=b"])
+    with pytest.raises(InputError, match="resume='a, b' is the folder of a sweep; add -m"):
+        cli._run_single(["resume='a, b'"])
+    monkeypatch.setattr(cli, "run", simulation.run.run)
+    command = shlex.split(str(stopped.value).partition("continue with: ")[2])
+    assert cli._run_sweep([*literal_values(command[2:], sweep=True), "sweep.jobs=1"]) == 0
+    assert len(list((tmp_path / "a, b").glob("*/encoder.pt"))) == 2

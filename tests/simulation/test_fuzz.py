@@ -215,8 +215,8 @@ def resumed(run):
 
 def reported(run):
     report.figures(Namespace(folders=[run], figures=[], into=None, config_dir=[], metrics=None))
-    report.report([run], out=run.parent / "table.md")
-    report.report([run], out=run.parent / "table.csv")
+    for out in (run.parent / "table.md", run.parent / "table.csv"):
+        report.report(Namespace(folders=[run], out=out, watch=None, metrics=None, paper=None, reference=None))
 
 
 def evaluated(run):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -11,9 +10,7 @@ import time
 import pytest
 import yaml
 
-from fedssl.config.literal import literal_values
 from fedssl.config.load import compose
-from fedssl.config.targets import searchpath_override
 from fedssl.datasets.base import forget_images
 from fedssl.errors import InputError
 from fedssl.runs.run import acquire_lock, is_locked
@@ -333,23 +330,3 @@ class TestParallelSweep:
         assert status == 1, output
         assert (tmp_path / "sweep/results.csv").read_text() == (sequential / "results.csv").read_text()
         assert encoders(tmp_path / "sweep") == encoders(sequential)
-
-
-def test_a_sequential_sweep_stops_with_the_command_that_resumes_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def stop(overrides):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "run", stop)
-    with pytest.raises(KeyboardInterrupt, match="; continue with: fedssl -m 'hydra") as stopped:
-        cli._run_sweep([searchpath_override([tmp_path]), *QUICK, "seed=0,1", "hydra.sweep.dir='a, b'", "sweep.jobs=1"])
-    assert yaml.safe_load((tmp_path / "a, b" / STATE_FILE).read_text())["jobs"].keys() == {"0", "1"}
-    with pytest.raises(InputError, match="hydra.sweep.dir=b but resume=.* continues in its folder; leave out hydra"):
-        cli._run_sweep(["resume='a, b'", "hydra.sweep.dir=b"])
-    with pytest.raises(InputError, match="resume='a, b' is the folder of a sweep; add -m"):
-        cli._run_single(["resume='a, b'"])
-    monkeypatch.setattr(cli, "run", run)
-    command = shlex.split(str(stopped.value).partition("continue with: ")[2])
-    assert cli._run_sweep([*literal_values(command[2:], sweep=True), "sweep.jobs=1"]) == 0
-    assert len(encoders(tmp_path / "a, b")) == 2

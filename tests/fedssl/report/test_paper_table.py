@@ -20,9 +20,9 @@ TABLE1 = ["experiment=l_dawa/table1", "strategy=l_dawa", "local_epochs=5"]
 
 def job(folder: Path, *overrides: str, **final: dict[str, float]) -> Path:
     """A finished run with these words and results."""
-    write_run(folder, (), final=final)
-    save_run(compose(list(overrides)).recording, folder)
-    return folder
+    folder.mkdir(parents=True)
+    save_run(compose(list(overrides)).recording, folder)  # the first file, whose time is that of the run
+    return write_run(folder, (), final=final)
 
 
 @pytest.fixture(scope="module")
