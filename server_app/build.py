@@ -232,8 +232,8 @@ def exchange_maker(context: RunContext, costs: TrainingCostMeter | None) -> Call
     settings, virtual = context.settings, make_virtual_time(context)
 
     def make(grid: Grid, on_activity: ActivityHook) -> Exchange:
-        if settings.secure_aggregation is not None:
-            return SecureExchange(grid, settings.secure_aggregation, on_activity=on_activity)
+        if secure := SecureExchange.of(grid, settings, on_activity=on_activity):
+            return secure
         if virtual is None:
             return WallClockExchange(grid, keep_contents=settings.aggregation.buffered, on_activity=on_activity)
         if virtual.is_in_seconds and costs is not None:

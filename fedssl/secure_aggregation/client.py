@@ -30,8 +30,8 @@ from fedssl.secure_aggregation.flower_internals import (
     share_keys_plaintext_concat,
     share_keys_plaintext_separate,
 )
+from fedssl.secure_aggregation.graph import check_limits, check_setup
 from fedssl.secure_aggregation.masks import add_mask, quantize, rounding_generator
-from fedssl.secure_aggregation.proposal import check_limits, check_setup
 from fedssl.secure_aggregation.protocol import (
     COLLECT,
     KEY_BYTES,
