@@ -13,7 +13,14 @@ from pathlib import Path
 
 from fedssl.atomic_files import append_text, atomic_write, remove, round_file, saved_rounds, write_text
 from fedssl.digests import checksum, new_checksum
-from fedssl.safe_io import MAX_LINES_BYTES, MAX_TENSORS_BYTES, open_regular_file, read_bytes, read_text
+from fedssl.safe_io import (
+    MAX_LINES_BYTES,
+    MAX_TENSORS_BYTES,
+    corrupt_file_error,
+    open_regular_file,
+    read_bytes,
+    read_text,
+)
 
 JSONL_FILES = ("metrics.jsonl", "clients.jsonl", "health.jsonl")
 CLIENT_STATES = "clients"  # folder with one folder per client (see `client_folder`), which may have subfolders
@@ -182,7 +189,10 @@ class LineFile:
 
     def restore(self, size: int, *, round: int) -> None:
         """Keep the first ``size`` bytes, which are intact and end with the lines of ``round``."""
-        content = read_bytes(self.file, max_bytes=MAX_LINES_BYTES)[:size] if size else b""
+        try:
+            content = read_bytes(self.file, max_bytes=MAX_LINES_BYTES)[:size] if size else b""
+        except OSError as error:
+            raise corrupt_file_error(self.file, str(error.strerror)) from error
         if size:
             atomic_write(self.file, lambda stream: stream.write(content))
         else:
