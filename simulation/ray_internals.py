@@ -1,6 +1,9 @@
 """Undocumented names of Ray 2.55, the version that Flower 1.41 requires."""
 
-from contextlib import AbstractContextManager
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +23,17 @@ def without_services() -> AbstractContextManager[Any]:
     )
 
 
-def keep_sigterm_handler() -> AbstractContextManager[Any]:
-    """Let `ray.init` set no handler of SIGTERM in a block: its handlers end the process without a message."""
-    return patch("ray._private.utils.set_sigterm_handler", lambda handler: None)
+@contextmanager
+def keep_sigterm_handler() -> Iterator[None]:
+    """Let `ray.init` set no handler of SIGTERM in a block: its handlers end the process without a message.
+
+    That of its C++ code, which calls the former one, also aborts a process that has not ended three seconds later.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with patch("ray._private.utils.set_sigterm_handler", lambda handler: None):
+            yield
+    finally:
+        signal.alarm(0)  # of a signal in the block
+        if threading.current_thread() is threading.main_thread():  # others cannot set handlers
+            signal.signal(signal.SIGTERM, handler)

@@ -29,7 +29,8 @@ SECAGG_PARAMETERS = {"target_range": TARGET_RANGE, "mod_range": 1 << 32}
 UNIFORM_WEIGHT = 1  # max_weight of a round in which all clients have this weight; larger ones are numbers of images
 MAX_WEIGHT = TARGET_RANGE  # the weight of one image is a step at least
 MAX_CLIENTS = (1 << 32) // TARGET_RANGE - 1  # more quantized values may exceed the modulus
-SEED_BYTES, KEY_BYTES = 32, 306  # of the secrets of a client: the seed of its own mask, and its private mask key in PEM
+SEED_BYTES = 32  # of the seed of a client's own mask
+KEY_BYTES = 306  # of a client's private mask key in PEM
 
 
 def read_public_key(data: object) -> bytes:

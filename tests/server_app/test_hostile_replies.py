@@ -46,7 +46,7 @@ def archive(array):
 
 
 def damaged_bytes(array):
-    """What may be in place of the bytes of an array."""
+    """Yield damaged bytes of an array."""
     data, ones = npy(array), np.full(array.nbytes, 255, np.uint8)
     yield from (b"", b"x", data[:64], data[:-1], data + b"x", pickle.dumps(array), archive(array))
     for shape in ((10**12,), (0, 10**30), (-1, -1), (1,) * 65, (array.size, 1)):
@@ -60,7 +60,7 @@ def damaged_bytes(array):
 
 
 def damaged_tables(table):
-    """What may be in place of the table of layers."""
+    """Yield damaged tables of layers."""
     wire_dtype, rows = json.loads(table.tobytes())
     (name, dtype, shape), *others = rows
     for row in (

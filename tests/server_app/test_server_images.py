@@ -76,7 +76,7 @@ def test_a_partition_that_is_chosen_stays(flat, tmp_path, word):
 
 
 def test_each_evaluation_without_images_is_named(tmp_path):
-    """Of images without labels in folders of splits."""
+    """The images have no labels, and are in folders of splits."""
     for split in ("train", "test"):
         write_images(tmp_path / split)
     own = ["dataset=folder", f"dataset.path={tmp_path}"]

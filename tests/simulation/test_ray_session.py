@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -166,3 +168,23 @@ def test_a_folder_that_ray_cannot_use_is_one_sentence(tmp_path, monkeypatch, par
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / parent))
     with pytest.raises(InputError, match=sentence), ray_session(gpus=0):
         pass
+
+
+SLOW_END = """
+import os, signal, sys, time
+from simulation.ray_session import ray_session
+
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
+try:
+    with ray_session(gpus=0):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+finally:
+    time.sleep(4)  # Ray's own handler aborts after three seconds
+"""
+
+
+@pytest.mark.heavy
+def test_a_run_that_ends_slowly_after_sigterm_is_not_aborted():
+    process = subprocess.run([sys.executable, "-c", SLOW_END], cwd=REPOSITORY, capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (7, "")
