@@ -53,13 +53,13 @@ class Results(Callback):
             baselines = components.evaluator.baselines(untrained)
             results = components.evaluator.evaluate(load_each(method, models), final=True)
             export_encoders(self._folder, method, models, settings, rounds=end.state.round)
-        draw_partition(self._folder, components.client_data)
-        write_final_plots(self._folder)
         end.final = {}
         if baselines:  # else there are no labeled images
             federated = mean_over_models(list(results.values()))
             end.final = {"untrained": baselines["untrained"], "federated": federated, "pixels": baselines["pixels"]}
             end.models = results
+        draw_partition(self._folder, components.client_data)
+        write_final_plots(self._folder)
 
 
 def draw_partition(folder: Path, client_data: ClientData | None) -> None:

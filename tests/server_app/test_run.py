@@ -212,6 +212,18 @@ def test_a_run_ends_without_the_metadata_of_a_package(tmp_path, monkeypatch):
     assert set(read_summary(tmp_path / "run")["versions"]) == {"python", "numpy"}
 
 
+def test_results_are_kept_if_a_figure_fails(tmp_path, monkeypatch):
+    def fail(*arguments, **options):
+        raise OSError("the font cannot be read")
+
+    monkeypatch.setattr("server_app.callbacks.evaluation.save_partition_plot", fail)
+    with pytest.raises(OSError, match="font"):
+        run([*QUICK, "engine=local", "rounds=1", "final_evaluation=knn", f"output_dir={tmp_path / 'run'}"])
+    summary = read_summary(tmp_path / "run")
+    assert summary["status"] == "failed"
+    assert summary["final"].keys() == {"federated", "untrained", "pixels"}
+
+
 def test_a_run_whose_clients_all_fail_ends_with_the_reason(tmp_path, fedssl_in_process):
     # A learning rate of 1e30 makes every weight infinite within one round.
     status, errors = fedssl_in_process(*QUICK, "optimizer.lr=1e30", f"output_dir={tmp_path / 'run'}")
