@@ -1,6 +1,7 @@
 """Table and plot of the images of each client."""
 
 import csv
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LEGEND = 10  # classes in a legend; more get a color scale
+_LABEL_WIDTH = 24  # characters of a line in the legend, which takes its room from the bars
 MAX_NOTES = 40  # more have no room
 MAX_BARS = 1000  # of more clients, a figure shows this many at equal distances
 
@@ -120,7 +122,8 @@ def _figure(counts: np.ndarray, names: Sequence[str], kind: str) -> "Figure":
     axes.yaxis.set_major_locator(MaxNLocator(20, integer=True))
     axes.spines[["top", "right"]].set_visible(False)
     if 0 < len(names) <= _LEGEND:
-        handles = [Patch(color=color, label=name) for color, name in zip(shades, names, strict=True)]
+        labels = ["\n".join(textwrap.wrap(name, _LABEL_WIDTH, max_lines=2, placeholder="…")) for name in names]
+        handles = [Patch(color=color, label=label) for color, label in zip(shades, labels, strict=True)]
         figure.legend(handles=handles, loc="outside right upper", frameon=False)
     elif names:
         scale = ScalarMappable(Normalize(0, num_classes - 1), "viridis")

@@ -25,3 +25,15 @@ def test_clients_without_images_have_a_figure(tmp_path: Path) -> None:
     data = plot_partition(tmp_path)
     assert data is not None
     assert list(data.rows) == [["client", "examples"], [0, 0], [1, 0]]
+
+
+def test_long_names_of_classes_leave_room_for_the_bars(tmp_path: Path) -> None:
+    names = ["a_name_without_any_space_" * 6, "several words that describe the class " * 4]
+    (tmp_path / "partition.csv").write_text(partition_table([np.arange(4)], (torch.tensor([0, 1, 1, 0]), names)))
+    data = plot_partition(tmp_path)
+    assert data is not None
+    data.figure.draw_without_rendering()
+    assert data.figure.axes[0].get_position().width > 0.5
+    labels = [text.get_text() for text in data.figure.legends[0].get_texts()]
+    assert labels[0].startswith("a_name_without") and labels[1].endswith("…")
+    assert list(data.rows)[0] == ["client", *names]
