@@ -35,5 +35,6 @@ def test_long_names_of_classes_leave_room_for_the_bars(tmp_path: Path) -> None:
     data.figure.draw_without_rendering()
     assert data.figure.axes[0].get_position().width > 0.5
     labels = [text.get_text() for text in data.figure.legends[0].get_texts()]
-    assert labels[0].startswith("a_name_without") and labels[1].endswith("…")
-    assert list(data.rows)[0] == ["client", *names]
+    assert labels[0].startswith("a_name_without")
+    assert labels[1].endswith("…")
+    assert next(iter(data.rows)) == ["client", *names]
