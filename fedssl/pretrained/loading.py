@@ -1,5 +1,6 @@
 """Strict loading of a source's weights into an encoder, also of another image size or number of channels."""
 
+import logging
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -15,6 +16,7 @@ from fedssl.encoders.base import Encoder
 from fedssl.encoders.library import LibraryEncoder
 from fedssl.encoders.tokens import interpolate_positions
 from fedssl.errors import InputError, sanitize
+from fedssl.logs import log_once
 from fedssl.pretrained.checkpoints import Checkpoint
 from fedssl.pretrained.names import Match, known_statistics, match_names
 from fedssl.pretrained.sources import file_of, read_source
@@ -28,6 +30,9 @@ _CLASS, _REGISTERS = r"(.*\.)?(cls_token|class_token)", r"(.*\.)?(reg_token|regi
 _POSITIONS = r"(.*\.)?(pos_embed|encoder\.pos_embedding)"
 _STATISTICS = "running_mean|running_var|num_batches_tracked"  # of batch normalization
 _OF_TRANSFORMERS = ".attention.attention.query.weight"  # in names of the vision transformers of that library
+# Prefixes of MoCo v3 (https://github.com/facebookresearch/moco-v3), whose transformers of every width have 12 heads.
+_MOCO_V3 = re.compile(r"(.*\.)?(base|momentum)_encoder\.")
+_MOCO_V3_HEADS = 12
 _SET_REGISTERS = "set encoder.registers to the number of register tokens of the weights"
 # Settings of this project's encoders to change, by how a tensor does not fit and by its name.
 _REMEDIES = {
@@ -84,6 +89,7 @@ def load_pretrained(encoder: Encoder, source: str) -> str:
         )
     tensors, adapted = _fit(encoder, template, checkpoint, match, source=source)
     encoder.load_state_dict({**template, **tensors})
+    _check_heads(encoder, match, source=source)
     changes = [f"{len(tensors)} tensors with {match.layout} and the prefix {match.prefix or 'none'}"]
     if match.alternatives:
         changes.append(f"not used: other networks with the same names ({_listed(match.alternatives)})")
@@ -93,6 +99,18 @@ def load_pretrained(encoder: Encoder, source: str) -> str:
     if adapted:
         changes.append(f"adapted {', '.join(adapted)}")
     return "; ".join(changes)
+
+
+def _check_heads(encoder: Encoder, match: Match, *, source: str) -> None:
+    """Warn if attention may have another number of heads in the source: no tensor depends on it, but the outputs do."""
+    heads = {number for module in encoder.modules() if isinstance(number := getattr(module, "num_heads", None), int)}
+    if _MOCO_V3.fullmatch(match.prefix) and heads - {_MOCO_V3_HEADS}:
+        log_once(
+            logging.WARNING,
+            f"encoder.weights={source} has the names of MoCo v3, whose vision transformers have {_MOCO_V3_HEADS} "
+            f"attention heads, and the encoder has {max(heads)}; set encoder.heads={_MOCO_V3_HEADS} with "
+            "encoder=vit_small or another one that has this setting",
+        )
 
 
 def initial_statistics(source: str, *, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
