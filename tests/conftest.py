@@ -54,8 +54,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the tests of the site first: the tests in the middle and at the end are divided, and two workers need it."""
-    items.sort(key=lambda item: item.path.name != "test_site.py")
+    """Put the tests of the site first: the tests in the middle and at the end are divided, and two workers need it.
+
+    Those of learning follow. They take minutes each, and at the end one worker would run the last ones alone.
+    """
+    items.sort(key=lambda item: (item.path.name != "test_site.py", item.path.name != "test_learning.py"))
     if not (config.getoption("--heavy") or config.getoption("--record-digests")):
         heavy = [item for item in items if item.get_closest_marker("heavy")]
         config.hook.pytest_deselected(items=heavy)  # each skipped one would be reported to the controller

@@ -14,8 +14,8 @@ from tests.runs import read_summary
 
 pytestmark = pytest.mark.slow
 
-DIGITS = ["experiment=digits_methods", "seed=0", "threads=1"]
-IMAGES = ["experiment=cifar_methods", "seed=0", "precision=bf16", "threads=1"]
+DIGITS = ["experiment=digits_methods", "engine=local", "seed=0", "threads=1"]
+IMAGES = ["experiment=cifar_methods", "engine=local", "seed=0", "precision=bf16", "threads=1"]
 NO_LEARNING = ["optimizer.lr=0", "rounds=1"]
 # Methods with an experiment of their own, and the points of kNN that they gain at least.
 OWN_EXPERIMENTS = {"dino": 3, "ibot": 10, "ijepa": 5, "mae": 5}
@@ -55,7 +55,7 @@ def test_every_method_learns_from_digits(method, unlearned, tmp_path):
 @pytest.mark.parametrize("method", OWN_EXPERIMENTS)
 def test_a_method_with_its_own_experiment_learns_from_digits(method, tmp_path):
     """Its encoder, views and optimizer differ from those of `test_every_method_learns_from_digits`."""
-    overrides = [f"experiment={method}", "seed=0", "threads=1", "evaluate_every=0", "collapse_images=0"]
+    overrides = [f"experiment={method}", "engine=local", "seed=0", "threads=1", "evaluate_every=0", "collapse_images=0"]
     unlearned = accuracy(tmp_path / "unlearned", "knn", *overrides, *NO_LEARNING, "local_epochs=1")
     found = accuracy(tmp_path / "run", "knn", *overrides)
     assert found["federated"] > max(unlearned["federated"], unlearned["untrained"]) + OWN_EXPERIMENTS[method]

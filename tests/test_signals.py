@@ -84,7 +84,7 @@ def test_during_imports(command: str, folder: Path) -> None:
 def test_at_any_moment(command: str, number: signal.Signals, folder: Path) -> None:
     counted = call_with_count(command, folder)
     generator = random.Random(f"{command} {number}")
-    moments = [generator.randrange(1, counted) for _ in range(12)]
+    moments = [generator.randrange(1, counted) for _ in range(6)]
     print(moments)
     for moment in moments:
         check(call(command, number, moment, folder), command, number)

@@ -161,7 +161,8 @@ def test_devices_are_upgraded_before_and_after_the_server(old, tmp_path):
         assert listed()["b"]["status"] != "rejected"
         node = listed()["b"]["node"]
         assert f"node {node} b does not take part: it {reason}" in stop(fedssl)
-        assert "Traceback" not in running.log("b")
+        log = running.log("b")
+        assert "Traceback" not in log, log[log.index("Traceback") - 500 :]
     # States survived the upgrades: an update without its earlier state would be dropped.
     assert not [row for row in rows(run) if any("state" in reason for reason in row["dropped"].values())]
     copied = tmp_path / "encoder.pt"
