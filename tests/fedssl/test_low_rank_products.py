@@ -95,6 +95,21 @@ def test_a_product_counts_with_the_elements_of_its_matrix():
     assert found.mean == pytest.approx((35 * found.weights["w"] + 2 * 0.6) / 37, rel=1e-12)
 
 
+@pytest.mark.parametrize("fixed_a", [False, True])
+def test_the_change_of_a_product_is_that_of_its_matrix(fixed_a):
+    first, last = low_rank(0), low_rank(1)
+    pairs = FactorPairs((LowRankLayer("w", "a", "b", 1.5),), fixed={"a": first.a} if fixed_a else {})
+    vector = np.array([1.0, 2])
+    models = [{"b": one.b, "v": k * vector} | ({} if fixed_a else {"a": one.a}) for k, one in ((1, first), (3, last))]
+    start = GlobalLayers(models[0], pairs)
+    changes = start.changes(models[1])
+    moved = dense(LowRank(last.b, first.a if fixed_a else last.a, 1.5)) - dense(first)
+    found = start.with_layers(changes).product("b", changes)
+    np.testing.assert_allclose(dense(found), moved, rtol=1e-12, atol=1e-12)
+    assert found.rank == (2 if fixed_a else 4)
+    assert changes["v"].tolist() == [2, 4]
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("factor", ["encoder.fc.lora_A", "encoder.fc.lora_B"])
 def test_a_nonfinite_factor_is_found_beside_zeros(factor, value):

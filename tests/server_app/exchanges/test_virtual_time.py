@@ -115,6 +115,16 @@ def test_clients_that_arrive_after_the_deadline_do_not_run():
     np.testing.assert_allclose(run.weight, LAYERS["encoder.weight"] + np.mean([1, 4]))
 
 
+def test_the_next_arriving_client_replaces_one_that_fails():
+    """Of four clients the first two are asked; client 0 fails, so that client 2 is asked, too, and client 3 is not."""
+    grid = Instant(4, fails={0})
+    run = Run([1.0, 2.0, 3.0, 4.0], grid=grid, clients_per_round=2, over_selection=2)
+    report = run.round()
+    assert (clients(report), report.dropped.keys(), report.measured["virtual_time"]) == ([1, 2], {0, 3}, 3.0)
+    assert grid.ran == [(1, 0), (1, 1), (1, 2)]
+    np.testing.assert_allclose(run.weight, LAYERS["encoder.weight"] + np.mean([2, 3]))
+
+
 def test_a_client_that_goes_offline_is_lost_then():
     """Client 1 takes 4 s and goes offline after 3 s; the round ends then, because client 0 has arrived."""
     run = Run([1.0, 4.0], availability=Online({1: OnlineTimes(((0.0, 3.0),))}))
