@@ -102,6 +102,13 @@ def test_values_inside_lists_and_mappings_are_checked(override: str, sentence: s
         compose(override.split())
 
 
+def test_a_class_has_ranges_of_its_own() -> None:
+    """Other strategies require a weighting, and L-DAWA, for example, has no alpha."""
+    assert compose(["strategy=clustered"]).algorithm.strategy.values["weighting"] is None
+    with pytest.raises(InputError, match=r"strategy.alpha=0 must be a number above 0"):
+        compose(["strategy=feddyn", "strategy.alpha=0"])
+
+
 def test_settings_of_one_view_are_set_alone() -> None:
     """Also those that its file omits, and after a change of the whole list."""
     one = ["augmentation.views.0.count=2", "augmentation.views.1.solarize_prob=0.5", "augmentation.views.1.flip_prob=0"]

@@ -60,8 +60,9 @@ def test_few_batches_are_read_ahead(pixels, tmp_path, monkeypatch, kind, room, a
         (tmp_path / "pixels").write_bytes(pixels.numpy().tobytes())
         with (tmp_path / "pixels").open("rb") as stream:
             source = MappedImages(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ), tuple(pixels.shape))
-    for number, _ in enumerate(source.prefetch(batches())):
+    for number, found in enumerate(source.prefetch(batches())):
         assert len(requested) == min(number + 1 + ahead, 8)
+        assert torch.equal(found, pixels[5 * number : 5 * number + 5])
 
 
 def test_batches_that_nobody_takes_are_not_decoded(pixels, monkeypatch):
