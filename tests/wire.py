@@ -1,16 +1,16 @@
 """What Flower does to a message between two machines, in one process."""
 
 from flwr.app import Message, RecordDict
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_object import InflatableObject, get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 from fedssl.flower_internals import assign_message_id, set_task_identity
 from simulation.grid import LocalGrid
 
 
-def objects(message: Message) -> dict[str, bytes]:
-    """Everything that Flower sends of a message, by id: one request each."""
-    return {name: one.deflate() for name, one in get_all_nested_objects(message).items()}
+def objects(content: InflatableObject) -> dict[str, bytes]:
+    """Everything that Flower sends of a message or a part of it, by id: one request each."""
+    return {name: one.deflate() for name, one in get_all_nested_objects(content).items()}
 
 
 def arrived(message: Message) -> Message:

@@ -11,7 +11,7 @@ from fedssl.config.load import compose
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_layers
 from fedssl.wire.messages import ClientUpdate, TrainPlan, plan_codec
-from fedssl.wire.records import EXACT, Codec, arrays_to_record, content_bytes
+from fedssl.wire.records import EXACT, Codec, arrays_to_record, content_bytes, record_bytes
 from fedssl.wire.wire_format import TABLE
 from tests.arrays import same_bits
 from tests.cases import some
@@ -80,6 +80,12 @@ def test_the_bytes_that_are_counted_are_those_that_flower_sends(name, wire_dtype
         sent = sum(map(len, objects(message).values()))
         assert content_bytes(content) == pytest.approx(sent, rel=0.01)
         assert content_bytes(arrived(message).content) == content_bytes(content)
+
+
+@pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
+def test_the_bytes_of_a_record_are_exactly_those_of_its_objects(wire_dtype):
+    record = arrived(message_of(PLAN.to_content(Codec(wire_dtype)))).content.array_records["arrays"]
+    assert record_bytes(record) == sum(map(len, objects(record).values()))
 
 
 def test_one_array_per_layer_is_read_from_flower_peers():
