@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
@@ -137,6 +138,15 @@ def test_the_random_graph_is_a_harary_graph_in_random_order(clients, neighbors):
     assert all(node in edges[other] for node, others in edges.items() for other in others)
     graph = networkx.Graph((node, other) for node, others in edges.items() for other in others - {node})
     assert networkx.is_isomorphic(graph, networkx.hkn_harary_graph(neighbors, clients))
+
+
+def test_no_seed_makes_neighbors_predictable():
+    """Two orders of 100 nodes on a circle have the same edges with a probability of 200 / 100!."""
+    graphs = []
+    for _ in range(2):
+        random.seed(0)
+        graphs.append(random_neighbors(range(100), 4))
+    assert graphs[0] != graphs[1]
 
 
 @pytest.mark.parametrize(
