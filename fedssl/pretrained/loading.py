@@ -30,9 +30,9 @@ _CLASS, _REGISTERS = r"(.*\.)?(cls_token|class_token)", r"(.*\.)?(reg_token|regi
 _POSITIONS = r"(.*\.)?(pos_embed|encoder\.pos_embedding)"
 _STATISTICS = "running_mean|running_var|num_batches_tracked"  # of batch normalization
 _OF_TRANSFORMERS = ".attention.attention.query.weight"  # in names of the vision transformers of that library
-# Prefixes of MoCo v3 (https://github.com/facebookresearch/moco-v3), whose transformers of every width have 12 heads.
+# Prefixes of MoCo v3 (https://github.com/facebookresearch/moco-v3), and the heads of its transformers by their width.
 _MOCO_V3 = re.compile(r"(.*\.)?(base|momentum)_encoder\.")
-_MOCO_V3_HEADS = 12
+_MOCO_V3_HEADS = {384: 12, 768: 12, 1024: 16, 1280: 16}
 _SET_REGISTERS = "set encoder.registers to the number of register tokens of the weights"
 # Settings of this project's encoders to change, by how a tensor does not fit and by its name.
 _REMEDIES = {
@@ -104,11 +104,12 @@ def load_pretrained(encoder: Encoder, source: str) -> str:
 def _check_heads(encoder: Encoder, match: Match, *, source: str) -> None:
     """Warn if attention may have another number of heads in the source: no tensor depends on it, but the outputs do."""
     heads = {number for module in encoder.modules() if isinstance(number := getattr(module, "num_heads", None), int)}
-    if _MOCO_V3.fullmatch(match.prefix) and heads - {_MOCO_V3_HEADS}:
+    expected = _MOCO_V3_HEADS.get(encoder.feature_dim)
+    if _MOCO_V3.fullmatch(match.prefix) and expected and heads - {expected}:
         log_once(
             logging.WARNING,
-            f"encoder.weights={source} has the names of MoCo v3, whose vision transformers have {_MOCO_V3_HEADS} "
-            f"attention heads, and the encoder has {max(heads)}; set encoder.heads={_MOCO_V3_HEADS} with "
+            f"encoder.weights={source} has the names of MoCo v3, whose vision transformers of this width have "
+            f"{expected} attention heads, and the encoder has {max(heads)}; set encoder.heads={expected} with "
             "encoder=vit_small or another one that has this setting",
         )
 

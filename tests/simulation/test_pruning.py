@@ -111,9 +111,10 @@ class TestSuccessiveHalving:
         finished = {name for name, status in statuses(jobs).items() if status == "finished"}
         assert finished == {"2", "3"}
 
-    def test_a_job_without_a_result_is_not_compared(self, tmp_path):
-        """The failed job 3 would be the best. Of the other three, one continues."""
-        jobs = make_jobs(tmp_path, 4)
+    @pytest.mark.parametrize(("groups", "seeds"), [(4, (0,)), (2, (0, 10))])
+    def test_a_job_without_a_result_is_not_compared(self, tmp_path, groups, seeds):
+        """The failed job 3 would be the best. It does not run again, also if the other seed of its group continues."""
+        jobs = make_jobs(tmp_path, groups, seeds=seeds)
         pruning = Pruning(metric="knn", reduction_factor=2, rungs=[1, 2], rounds=3)
         started = []
         for batch in successive_halving(jobs, jobs, pruning, SweepProgress([])):

@@ -140,14 +140,14 @@ def test_the_encoder_of_the_official_ijepa_is_stated(tmp_path):
         load_pretrained(vit_tiny(channels=3, size=16, patch=8, depth=1, width=8, heads=1), str(tmp_path / "weights.pt"))
 
 
-@pytest.mark.parametrize(("heads", "warnings"), [(12, 0), (3, 1)])
-def test_the_attention_heads_of_moco_v3_are_compared(heads, warnings, tmp_path, caplog):
+@pytest.mark.parametrize(("width", "heads", "warnings"), [(384, 12, 0), (384, 6, 1), (1024, 16, 0)])
+def test_the_attention_heads_of_moco_v3_are_compared(width, heads, warnings, tmp_path, caplog):
     """Its ViT-S has 12 heads where others of its width have 6: the weights fit, and the features are others."""
-    build = partial(vit_tiny, channels=3, size=16, patch=8, depth=1, width=24)
-    module = {f"module.base_encoder.{name}": value for name, value in build(heads=12).state_dict().items()}
+    build = partial(vit_tiny, channels=3, size=16, patch=8, depth=1, width=width)
+    module = {f"module.base_encoder.{name}": value for name, value in build(heads=8).state_dict().items()}
     load_pretrained(build(heads=heads), save({"state_dict": module}, tmp_path))
     found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert [" and the encoder has 3; set encoder.heads=12 " in line for line in found] == [True] * warnings
+    assert [" and the encoder has 6; set encoder.heads=12 " in line for line in found] == [True] * warnings
 
 
 @pytest.mark.skipif(find_spec(EFFICIENTNET) is None, reason=f"{EFFICIENTNET} is not installed")
