@@ -52,7 +52,7 @@ def plans(server, *, candidates, models=("a", "b"), last_participation=None):
 
 
 @pytest.mark.parametrize(("client", "expected"), [(0, ("3", "0", "1")), (1, ("0", "1")), (3, ("3", "0"))])
-def test_a_model_of_a_client_that_is_not_sampled_receives_nothing(client, expected):
+def test_models_of_clients_that_are_not_sampled_receive_nothing(client, expected):
     assert routes().destinations(client, str(client)) == expected  # not "2", the model of client 2
 
 

@@ -83,7 +83,7 @@ def test_the_bytes_that_are_counted_are_those_that_flower_sends(name, wire_dtype
 
 
 @pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
-def test_the_bytes_of_a_record_are_exactly_those_of_its_objects(wire_dtype):
+def test_a_record_has_exactly_the_bytes_of_its_objects(wire_dtype):
     record = arrived(message_of(PLAN.to_content(Codec(wire_dtype)))).content.array_records["arrays"]
     assert record_bytes(record) == sum(map(len, objects(record).values()))
 
