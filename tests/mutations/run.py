@@ -5,7 +5,7 @@
     uv run python -m tests.mutations.run --file tests/faults/planted.toml    # bugs that fault schedules find
 
 `mutations.toml` lists the faults: the text `before` occurs once in `file`, is replaced by `after`, and one of `tests`
-must fail. Heavy tests run too. All of them take an hour on two cores. The exit status is 1 if a mutation survived.
+must fail. Heavy tests run too. All take one to two hours on two cores. The exit status is 1 if a mutation survived.
 """
 
 import argparse
