@@ -6,7 +6,6 @@ device uses the one that the server sends.
 """
 
 import json
-import re
 import shutil
 import signal
 import subprocess
@@ -162,8 +161,8 @@ def test_devices_are_upgraded_before_and_after_the_server(old, tmp_path):
         assert listed()["b"]["status"] != "rejected"
         node = listed()["b"]["node"]
         assert f"node {node} b does not take part: it {reason}" in stop(fedssl)
-        # Flower logs a traceback of its own if a run stops while a device sends its reply.
-        assert not re.findall(r'File "[^"]*(?<!flwr)/client_app/[^"]*"', running.log("b"))
+        log = running.log("b")
+        assert "Traceback" not in log, log[log.index("Traceback") - 500 :]
     # States survived the upgrades: an update without its earlier state would be dropped.
     assert not [row for row in rows(run) if any("state" in reason for reason in row["dropped"].values())]
     copied = tmp_path / "encoder.pt"

@@ -116,7 +116,7 @@ def test_clients_that_arrive_after_the_deadline_do_not_run():
 
 
 def test_the_next_arriving_client_replaces_one_that_fails():
-    """Of four clients the first two are asked; client 0 fails, so that client 2 is asked, too, and client 3 is not."""
+    """Clients 0 and 1 arrive first. Client 0 fails, so client 2 trains as well; client 3 does not."""
     grid = Instant(4, fails={0})
     run = Run([1.0, 2.0, 3.0, 4.0], grid=grid, clients_per_round=2, over_selection=2)
     report = run.round()
