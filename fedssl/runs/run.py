@@ -312,14 +312,25 @@ def _is_summary(summary: dict[str, Any]) -> bool:
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """Return the run folders at or below a folder by name; none within a run, a folder of settings or a hidden one."""
-    folders = []
-    for path, subfolders, files in os.walk(folder):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+    """Return the run folders at or below a folder by name; none within a run, a folder of settings or a hidden one.
+
+    Links to folders are followed. A folder with several names counts once.
+    """
+    folders: list[Path] = []
+    visited: set[Path] = set()
+    for path, subfolders, files in os.walk(folder, followlinks=True):
+        here, resolved = Path(path), Path(path).resolve()
+        if resolved in visited:
+            subfolders.clear()
+            continue
+        visited.add(resolved)
+        names = sorted(name for name in subfolders if not name.startswith("."))
+        links = [name for name in names if (here / name).is_symlink()]
+        subfolders[:] = [*(name for name in names if name not in links), *links]
         if set(RUN_MARKERS) & set(files):
             subfolders.clear()
-            if not _is_settings_folder(Path(path), files):
-                folders.append(Path(path))
+            if not _is_settings_folder(here, files):
+                folders.append(here)
     return sorted(folders, key=_natural)
 
 

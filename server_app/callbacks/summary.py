@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
+from math import inf
 from typing import Any
 
 from fedssl.atomic_files import saved_rounds
@@ -43,18 +44,18 @@ class Summary(Callback):
     ) -> None:
         self._folder, self._settings, self._tracker = folder, settings, tracker
         self._few_images, self._started = few_images, started
-        self._has_rounds = False  # whether this process has begun a round
+        self._first_round: int | None = None  # that this process has begun
 
     def on_round_start(self, round: int) -> None:
         """Remove the summary of an earlier end, which does not describe the run any more, also if this process dies."""
-        if not self._has_rounds:
+        if self._first_round is None:
             (self._folder.path / "summary.json").unlink(missing_ok=True)
-        self._has_rounds = True
+            self._first_round = round
 
     def on_run_end(self, end: RunEnd) -> None:
         """Write the summary, unless settings of a resumption were refused: then the run is unchanged."""
         resumed = self._settings.recording.resumed is not None
-        if isinstance(end.error, InputError) and resumed and not self._has_rounds:
+        if isinstance(end.error, InputError) and resumed and self._first_round is None:
             return
         with suppress(OSError) if end.error is not None else nullcontext():  # the disk may be full
             content = self._content(end)
@@ -88,6 +89,7 @@ class Summary(Callback):
         if end.status != "finished":  # a round without a checkpoint is run again
             rounds = min(rounds, max(saved_rounds(folder.checkpoints), default=0))
             lines = [line for line in lines if line["round"] <= rounds]
+        before = [line["seconds"] for line in lines if line["round"] < (self._first_round or inf)]  # by earlier starts
         repeat = [word for word in overrides if word.partition("=")[0] not in START_KEYS]
         states = summarize_states(lines)
         if states["bytes"]:
@@ -96,7 +98,7 @@ class Summary(Callback):
             "status": end.status,
             "reason": self._reason(end),
             "rounds": rounds,
-            "seconds": round(time.monotonic() - self._started, 3),
+            "seconds": round(sum(before) + time.monotonic() - self._started, 3),
             "overrides": repeat,
             "command": shell_command(repeat),
             **_results(end, lines),

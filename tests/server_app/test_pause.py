@@ -1,5 +1,9 @@
 """Runs that pause after a round, and continue with the same bits."""
 
+import json
+from itertools import count
+from types import SimpleNamespace
+
 import pytest
 
 from fedssl.errors import InputError
@@ -46,6 +50,13 @@ def test_a_continued_run_has_no_summary_of_its_former_end(tmp_path, monkeypatch)
     assert (found, ending(folder)) == ([], ("finished", 1, None))
     run([f"resume={folder}", "rounds=2"])
     assert (found, ending(folder)) == ([None], ("finished", 2, None))
+
+
+def test_seconds_of_the_summary_are_of_all_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(training_loop, "time", SimpleNamespace(monotonic=count(step=1000).__next__))  # of rounds
+    run([*QUICK, "pause_after=2", f"output_dir={tmp_path}"])
+    run([f"resume={tmp_path}"])
+    assert 2000 < json.loads((tmp_path / "summary.json").read_text())["seconds"] < 3000
 
 
 def test_pausing_at_or_after_the_last_round_has_no_effect(tmp_path):

@@ -1,10 +1,10 @@
-"""Run folders: who holds them."""
+"""Run folders: who holds them, and which there are."""
 
 import fcntl
 from pathlib import Path
 from typing import TextIO
 
-from fedssl.runs.run import acquire_lock, is_locked
+from fedssl.runs.run import acquire_lock, is_locked, run_folders
 
 
 def locked(folder: Path) -> TextIO:
@@ -23,3 +23,16 @@ def test_a_folder_is_held_until_its_holder_lets_go(tmp_path: Path):
     assert acquire_lock(tmp_path / "missing") is None
     (tmp_path / "other" / ".lock").mkdir(parents=True)  # no file
     assert not is_locked(tmp_path / "other")
+
+
+def test_links_to_runs_are_followed_once(tmp_path: Path):
+    """A study on another disk, a second name of a run, and a link to a folder above."""
+    runs, disk = tmp_path / "runs", tmp_path / "disk"
+    for folder in (runs / "b", disk / "study" / "0", disk / "study" / "1"):
+        folder.mkdir(parents=True)
+        (folder / "summary.json").touch()
+    (runs / "a_latest").symlink_to(runs / "b")
+    (runs / "study").symlink_to(disk / "study")
+    (disk / "study" / "above").symlink_to(runs)
+    (runs / "broken").symlink_to(tmp_path / "nowhere")
+    assert run_folders(runs) == [runs / "b", runs / "study" / "0", runs / "study" / "1"]
