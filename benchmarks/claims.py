@@ -13,7 +13,6 @@ Claims without rows that share two seeds are *not tested*.
 
 import csv
 import io
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks import study
 from benchmarks.common import make_parser
 from benchmarks.fedssl_bench.results import RESULTS, read
 from benchmarks.fedssl_bench.suites import ALL, SINGLE
@@ -31,7 +31,7 @@ from fedssl.report.significance import Difference, compare
 from fedssl.text_table import markdown
 
 FOLDER = Path(__file__).parent / "fedssl_bench"
-CLAIMS, TABLE, STUDIES = FOLDER / "claims.yaml", FOLDER / "claims.csv", FOLDER / "studies.jsonl"
+CLAIMS, TABLE = FOLDER / "claims.yaml", FOLDER / "claims.csv"
 OUTCOMES = ("confirmed", "opposite", "no difference", "undecided", "not tested")
 CONFIRMED, OPPOSITE, NONE, UNDECIDED, NOT_TESTED = OUTCOMES
 NAMES = {"l_dawa": "L-DAWA", "fedu": "FedU", "fedu2": "FedU2", "dec_ssl": "Dec-SSL", "lw_fedssl": "LW-FedSSL"}
@@ -61,14 +61,16 @@ class Claim:
 
 
 def read_rows() -> dict[Address, dict[int, dict[str, float]]]:
-    """Return the accuracies of all our rows in %, by seed; of studies without the runs that select learning rates."""
+    """Return the accuracies of all our rows in %, by seed; of studies those with the selected learning rates."""
     rows: dict[Address, dict[int, dict[str, float]]] = defaultdict(dict)
     for entry in read(RESULTS):
         rows[f"{entry.suite}/{entry.method}/{entry.rule}"][entry.seed] = entry.results
-    for line in STUDIES.read_text().splitlines() if STUDIES.exists() else []:
-        run = json.loads(line)
-        if run["part"] != "tuning":
-            rows[f"{run['study']} study/{run['part']}/{run['row']}"][run["seed"]] = run["results"]
+    entries = [*study.read().values()]
+    rates = {name: study.best_rates(name, entries) for name in study.STUDIES}
+    for run in entries:
+        best = rates[run.study]
+        if run.part != "tuning" and run.rate == best.get(run.row, best.get("l_dawa")):
+            rows[f"{run.study} study/{run.part}/{run.row}"][run.seed] = run.results
     return rows
 
 

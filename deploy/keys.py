@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, EllipticCurvePrivateKey, generate_private_key
 from cryptography.hazmat.primitives.serialization import (
@@ -107,6 +108,14 @@ def _certificate(
         existing = x509.load_pem_x509_certificate(file.read_bytes())
         if signed_by and existing.extensions.get_extension_for_class(x509.SubjectAlternativeName).value != alternatives:
             raise ValueError(f"{file} has other names than {', '.join(names)}; move it away to create a new one")
+        try:
+            if signed_by:
+                existing.verify_directly_issued_by(signed_by[0])
+            is_ours = existing.public_key() == key.public_key()
+        except (ValueError, TypeError, InvalidSignature):
+            is_ours = False
+        if not is_ours:
+            raise ValueError(f"{file} belongs to another key or authority; move it away to create a new one")
         messages.append(f"kept {file}, valid until {existing.not_valid_after_utc:%Y-%m-%d}")
         return existing
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])

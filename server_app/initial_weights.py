@@ -120,7 +120,7 @@ def adopt_statistics(settings: Settings) -> Settings:
         " ".join(f"dataset.{key}={values}" for key, values in adopted.items()) or "none, both are overridden",
     )
     config = recording.config
-    views = {key: value for key, value in adopted.items() if config.augmentation[key] == config.dataset[key]}
+    views = {key: value for key, value in adopted.items() if key in config.augmentation}
     return with_values(
         settings, {"dataset": {**config.dataset, **adopted}, "augmentation": {**config.augmentation, **views}}
     )

@@ -37,7 +37,10 @@ RESUMABLE_KEYS = {
     *("checkpoint_every", "keep_checkpoints", "pause_after", "snapshot_every"),
     *("statistics", "dataset.cache", "dataset.storage", "calibration.dataset.cache", "calibration.dataset.storage"),
 }
-RESULT_KEYS = {"rounds", "early_stopping", "aggregation.round_deadline"}
+RESULT_KEYS = {
+    *("rounds", "early_stopping", "aggregation.round_deadline"),
+    *("final_evaluation", "collapse_images", "adaptation_epochs"),
+}
 
 
 def resolve_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:

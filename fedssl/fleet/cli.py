@@ -212,7 +212,8 @@ def read_reports(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[int, str
         for name, device in content["devices"].items():
             number = numbers.get(name)
             reports[name] = _report(device, rounds=rounds[number], last_error=errors.get(str(number), ""))
-        return reports, activities, {int(node): reason for node, reason in content.get("rejected", {}).items()}
+        rejected = {int(node): reason for node, reason in content.get("rejected", {}).items()}
+        return reports, activities, rejected if is_locked(folder) else {}  # a device may have been repaired since
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise corrupt_file_error(file, "it is not JSON that a run writes") from error
 

@@ -23,6 +23,7 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]
     mean: tuple[float, ...] | None = None  # per channel, of pixels in [0, 1]
     std: tuple[float, ...] | None = None
+    heads: int | None = None  # of attention, if a file of this project states it
 
 
 def read_checkpoint(file: Path) -> Checkpoint:
@@ -49,7 +50,9 @@ def read_checkpoint(file: Path) -> Checkpoint:
     if not tensors:
         raise InputError(f"encoder.weights={file} has no tensors; set it to a checkpoint with a state dict")
     mean, std = (_statistics(metadata.get(key)) for key in ("mean", "std"))
-    return Checkpoint(tensors=tensors, mean=mean, std=std)
+    arguments = metadata.get("encoder")
+    heads = arguments.get("heads") if isinstance(arguments, dict) else None
+    return Checkpoint(tensors=tensors, mean=mean, std=std, heads=heads if isinstance(heads, int) else None)
 
 
 def _read(file: Path) -> tuple[Any, Mapping[str, Any]]:

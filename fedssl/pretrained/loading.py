@@ -89,7 +89,7 @@ def load_pretrained(encoder: Encoder, source: str) -> str:
         )
     tensors, adapted = _fit(encoder, template, checkpoint, match, source=source)
     encoder.load_state_dict({**template, **tensors})
-    _check_heads(encoder, match, source=source)
+    _check_heads(encoder, match, checkpoint.heads, source=source)
     changes = [f"{len(tensors)} tensors with {match.layout} and the prefix {match.prefix or 'none'}"]
     if match.alternatives:
         changes.append(f"not used: other networks with the same names ({_listed(match.alternatives)})")
@@ -101,9 +101,17 @@ def load_pretrained(encoder: Encoder, source: str) -> str:
     return "; ".join(changes)
 
 
-def _check_heads(encoder: Encoder, match: Match, *, source: str) -> None:
-    """Warn if attention may have another number of heads in the source: no tensor depends on it, but the outputs do."""
+def _check_heads(encoder: Encoder, match: Match, stated: int | None, *, source: str) -> None:
+    """Refuse another number of attention heads than the source's: no tensor depends on it, but the outputs do.
+
+    Warn if the number follows only from the names of the source.
+    """
     heads = {number for module in encoder.modules() if isinstance(number := getattr(module, "num_heads", None), int)}
+    if stated is not None and heads - {stated}:
+        raise InputError(
+            f"encoder.weights={source} was trained with {stated} attention heads, and the encoder has {max(heads)}; "
+            f"set encoder.heads={stated}"
+        )
     expected = _MOCO_V3_HEADS.get(encoder.feature_dim)
     if _MOCO_V3.fullmatch(match.prefix) and expected and heads - {expected}:
         log_once(

@@ -13,7 +13,10 @@ from fedssl.runs.run import RANKME, Run, read_run
 from fedssl.text_table import TableCell, TextTable, text_cell
 
 # Settings and config groups that define the task: results are compared only if they agree.
-COMPARISON_KEYS = ("dataset", "partition", "num_clients", "unseen_clients", "experiment")
+COMPARISON_KEYS = (
+    *("dataset", "partition", "imbalance", "feature_shift", "num_clients", "unseen_clients", "experiment"),
+    "final_evaluation",
+)
 MARK_CAPTION = (
     "the best accuracy of all rows with the same data and clients, if it is higher than that of each other row by "
     "Welch's t-test over seeds (one-sided, p < 0.05); with one seed of a row nothing is marked"

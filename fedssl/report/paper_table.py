@@ -26,7 +26,10 @@ from fedssl.text_table import TableCell, TextTable, text_cell
 
 PAPERS_FOLDER = Path(__file__).parent / "papers"
 # Differences that are not displayed.
-IGNORED_KEYS = {*IGNORED, "evaluation", "experiment", "early_stopping"}
+IGNORED_KEYS = {
+    *(*IGNORED, "evaluation", "experiment", "early_stopping", "collapse_images", "adaptation_epochs"),
+    "final_evaluation._target_",  # see the name of the result
+}
 MAX_LISTED = 4  # differences in a cell
 NOT_RUN, NOT_EVALUATED = "not run", "not evaluated"
 
@@ -169,7 +172,7 @@ def _groups(settings: Mapping[str, str], runs: Sequence[Run]) -> Iterator[tuple[
         return
     config, choices = resolve_config([f"{key}={value}" for key, value in settings.items()])
     values = {key: sanitize(value) for key, value in flatten(config)}
-    choices = {group: name for group, name in choices.items() if group not in IGNORED_KEYS}
+    choices = {group: name for group, name in choices.items() if group not in (*IGNORED_KEYS, "final_evaluation")}
     runs = [run for run in runs if all(run.choices.get(group) == name for group, name in choices.items())]
     for group in group_runs(runs, lambda run: _differing_settings(run.settings or {}, values)):
         yield {key: (ours, values[key]) for key, ours in group.settings.items()}, group.runs

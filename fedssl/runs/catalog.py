@@ -27,7 +27,7 @@ def readable_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
     if missing:
         raise InputError(f"there is no folder {missing[0]}; give folders of runs or of sweeps, e.g. runs multirun")
     runs, problems = [], []
-    for path in dict.fromkeys(path for folder in folders for path in run_folders(folder)):
+    for path in {path.resolve(): path for folder in folders for path in run_folders(folder)}.values():
         try:
             runs.append(read_listed(path))
             problems += runs[-1].incomplete_files

@@ -31,7 +31,7 @@ from fedssl.runs.catalog import (
     read_listed,
     readable_runs,
 )
-from fedssl.runs.groups import IGNORED, compared_settings, varying
+from fedssl.runs.groups import IGNORED, MAIN, compared_settings, varying
 from fedssl.runs.run import LABEL_FREE, RUN_MARKERS, Run
 from fedssl.runs.verify import verify_run
 from fedssl.text_table import align
@@ -155,8 +155,8 @@ def _cells(run: Run) -> tuple[str, ...]:
 def _differing(ranked: Iterable[RankedRuns]) -> list[str]:
     """Return the overridden settings that differ, besides those that are always shown."""
     runs = [group.runs[0] for group in ranked]
-    settings_of = compared_settings(runs, ignored={*IGNORED, *_COLUMNS, "rounds", "experiment"})
-    return varying([settings_of(run) for run in runs])
+    settings_of = compared_settings(runs, always=MAIN, ignored={*IGNORED, "experiment"})
+    return [key for key in varying([settings_of(run) for run in runs]) if key not in (*_COLUMNS, "rounds")]
 
 
 def _plain(run: Run) -> dict[str, Any]:

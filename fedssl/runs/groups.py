@@ -87,20 +87,32 @@ def compared_settings(
 ) -> Callable[[Run], dict[str, str]]:
     """Return a function that maps a run to the settings by which it is compared with these runs.
 
-    These are ``always`` and all settings that an override of any run sets. A default value equals the same value set by
-    an override.
+    These are ``always``, all settings that an override of any run sets, and those in which runs with the same of these
+    differ: their files of settings differ. A default value equals the same value set by an override.
     """
+
+    def settings_of(run: Run, keys: Iterable[str]) -> dict[str, str]:
+        return {key: FEDERATED if key in run.measured_keys else run.value(key) for key in keys}
+
     given = (key for run in runs for key in run.overrides if not is_ignored(key, ignored))
-    keys = list(dict.fromkeys([*always, *given]))
-    return lambda run: {key: FEDERATED if key in run.measured_keys else run.value(key) for key in keys}
+    keys = dict.fromkeys([*always, *given])
+    groups = group_runs(runs, lambda run: settings_of(run, keys))
+    for group in groups:
+        settings = [_all_settings(run, ignored) for run in group.runs if run.settings]
+        keys |= dict.fromkeys(key for key in varying(settings) if all(key in values for values in settings))
+    return lambda run: settings_of(run, keys)
 
 
 def all_compared_settings(run: Run) -> dict[str, str]:
     """Return all settings of a run that may change a result; its folder if the settings are unknown."""
     if not run.settings:
         return {"": str(run.folder)}
-    ignored = {*IGNORED, *run.measured_keys}
-    return {key: repr(value) for key, value in flatten(run.settings) if not is_ignored(key, ignored)}
+    return _all_settings(run, IGNORED)
+
+
+def _all_settings(run: Run, ignored: Set[str]) -> dict[str, str]:
+    ignored = {*ignored, *run.measured_keys}
+    return {key: repr(value) for key, value in flatten(run.settings or {}) if not is_ignored(key, ignored)}
 
 
 def is_ignored(key: str, ignored: Set[str] = IGNORED) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from scipy.stats import norm, spearmanr
 
 from fedssl.runs.catalog import goodness
+from fedssl.runs.groups import all_compared_settings, group_runs, newest_of_each_seed
 from fedssl.runs.run import Run
 
 TARGET = "linear"  # the result that is predicted
@@ -43,8 +44,16 @@ def correlation(values: Sequence[float], targets: Sequence[float]) -> Correlatio
 
 
 def reliability(runs: Sequence[Run], metric: str) -> str:
-    """Return a sentence on how well a result predicts linear accuracy over the finished runs that have both."""
-    pairs = [(run.score(metric), run.score(TARGET)) for run in runs if run.finished]
+    """Return a sentence on how well a result predicts linear accuracy over the finished runs that have both.
+
+    A repeated run counts once. Runs of several data sets or encoders are not compared: their spectra differ anyway.
+    """
+    groups = group_runs((run for run in runs if run.finished), all_compared_settings)
+    runs = [run for group in groups for run in newest_of_each_seed(group.runs)]
+    for key in ("dataset", "encoder"):
+        if len(found := {run.value(key) for run in runs if run.score(metric) and run.score(TARGET)}) > 1:
+            return f"how reliable {metric} is here is unknown: runs with {key}={','.join(sorted(found))}; select one"
+    pairs = [(run.score(metric), run.score(TARGET)) for run in runs]
     both = [(goodness(metric, one), other.value) for one, other in pairs if one is not None and other is not None]
     found = correlation([one for one, _ in both], [other for _, other in both])
     if found is None:

@@ -185,8 +185,10 @@ class Run:
             return self.choices[key]
         value: Any = self.settings
         for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        return self.overrides.get(key, "") if value is None or isinstance(value, dict) else sanitize(value)
+            if not isinstance(value, dict) or part not in value:
+                return self.overrides.get(key, "")
+            value = value[part]
+        return self.overrides.get(key, "") if isinstance(value, dict) else "null" if value is None else sanitize(value)
 
 
 def _result_in(line: Mapping[str, Any], name: str) -> Score | None:

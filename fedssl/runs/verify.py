@@ -61,7 +61,7 @@ def _settings_problems(folder: Path) -> Iterator[str]:
         yield "summary.json is missing or damaged"
     if run.finished and not list(folder.glob("encoder*.pt")):
         yield "encoder.pt is missing"
-    if run.value("encoder.weights") and not (folder / INITIAL_ENCODER_FILE).exists():
+    if run.value("encoder.weights") not in ("", "null") and not (folder / INITIAL_ENCODER_FILE).exists():
         yield f"{INITIAL_ENCODER_FILE} is missing, without which the run cannot be resumed"
     if not run.running and max(saved_rounds(folder / "checkpoints"), default=0) < _last_checkpoint(run):
         yield f"the checkpoint of round {_last_checkpoint(run)} is missing"

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks import study
 from benchmarks.claims import TABLE, Claim, counts, outcome, paired, read_claims, read_rows, table, to_text
 from benchmarks.fedssl_bench.suites import SUITES
 from fedssl.config.overrides import CONF
@@ -69,6 +70,18 @@ def test_claims_have_the_papers_numbers_and_existing_rows():
     named = {row for claim in texts for a, b, _ in claim.comparisons for row in (a, b)}
     assert named <= known
     assert len({tuple(line.values()) for line in lines}) == len(lines)
+
+
+def test_rows_of_studies_have_the_selected_rates(monkeypatch):
+    entry = next(iter(study.read().values()))
+    results = {("tuning", 0.1): 0.5, ("tuning", 0.2): 0.4, ("alpha 0.1", 0.1): 0.6, ("alpha 0.1", 0.2): 0.7}
+    entries = [
+        replace(entry, study="cifar10", row="fedu", seed=0, part=part, rate=rate, results={"linear": value})
+        for (part, rate), value in results.items()
+    ]
+    monkeypatch.setattr(study, "read", lambda: {entry.key: entry for entry in entries})
+    rows = {address: row for address, row in read_rows().items() if "study" in address}
+    assert rows == {"cifar10 study/alpha 0.1/fedu": {0: {"linear": 0.6}}}
 
 
 def test_gains_of_the_decision_tree_are_those_of_the_benchmark():

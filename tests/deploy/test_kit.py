@@ -96,6 +96,19 @@ def test_no_file_is_replaced_silently(made, gone, arguments, sentence):
     assert contents(made) == before
 
 
+@pytest.mark.parametrize("changed", [("ca.key", "ca.crt"), ("server.key",)])
+def test_certificates_of_other_keys_are_not_kept(made, tmp_path, changed):
+    other = tmp_path / "other"
+    assert keys(other, "--server", "fed.example.org", "203.0.113.7")[0] == 0
+    for name in changed:
+        (other / name).replace(made / name)
+    status, output = keys(made, "--server", "fed.example.org", "203.0.113.7")
+    assert status == 1
+    assert "server.crt belongs to another key or authority; move it away" in output
+    (made / "server.crt").unlink()
+    assert keys(made, "--server", "fed.example.org", "203.0.113.7")[0] == 0
+
+
 def test_units_and_containers_start_the_same_superlink():
     unit = (DEPLOY / "systemd" / "fedssl-superlink.service").read_text().replace("\\\n", " ")
     [line] = re.findall(r"^ExecStart=\S+/(.*)$", unit, flags=re.MULTILINE)

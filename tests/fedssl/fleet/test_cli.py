@@ -168,14 +168,13 @@ def test_a_report_joins_the_files_of_a_run(tmp_path):
     (tmp_path / "clients.jsonl").write_text("".join(json.dumps({"round": r, **row}) + "\n" for r in (1, 3)))
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"round": 2, "dropped": {"0": "it diverged"}}) + "\n")
     reports, activities, rejected = cli.read_reports(tmp_path)
-    assert rejected == {8: "has no images"}
-    assert activities == {}
+    assert (activities, rejected) == ({}, {})  # which may have changed since the end
     known = {"fedssl": "", "flwr": "", "torch": "", "torchvision": "", "python": ""}
     garden = {"images": 9, "free MB": None, "rounds": 2, "last error": "round 2: it diverged"}
     shed = {"images": 3, "free MB": 812, "rounds": 0, "last error": ""}
     assert reports == {"garden": garden | known | versions, "shed": shed | known}
     with acquire_lock(tmp_path):  # the run is active
-        assert cli.read_reports(tmp_path)[1] == {5: "training"}
+        assert cli.read_reports(tmp_path)[1:] == ({5: "training"}, {8: "has no images"})
         (tmp_path / "fleet.json").write_text(json.dumps(fleet | {"training": []}))
         assert cli.read_reports(tmp_path)[1] == {5: "late"}
     with pytest.raises(InputError, match="is not the run folder of a fleet"):

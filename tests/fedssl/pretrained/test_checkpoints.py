@@ -3,17 +3,19 @@
 import argparse
 import os
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fedssl.encoders import conv_small
+from fedssl.encoders import conv_small, vit_tiny
 from fedssl.errors import InputError
 from fedssl.export import read_content, save_encoder
 from fedssl.export.weights import write_safetensors
 from fedssl.pretrained.checkpoints import read_checkpoint
+from fedssl.pretrained.loading import load_pretrained
 
 WEIGHT = torch.arange(6.0).reshape(2, 3)
 
@@ -41,6 +43,17 @@ def test_statistics_of_encoder_files(tmp_path):
         checkpoint = read_checkpoint(tmp_path / name)
         assert (checkpoint.mean, checkpoint.std) == ((0.3,), (0.2,))
         assert {name.removeprefix(prefix) for name in checkpoint.tensors} == encoder.state_dict().keys()
+
+
+def test_attention_heads_of_encoder_files_are_those_of_the_encoder(tmp_path):
+    settings = {"_target_": "fedssl.encoders.vit_tiny", "channels": 1, "size": 8, "depth": 1, "width": 24, "heads": 6}
+    build = partial(vit_tiny, channels=1, size=8, depth=1, width=24)
+    save_encoder(tmp_path / "encoder.pt", build(heads=6), settings=settings, mean=[0.3], std=[0.2], metadata={})
+    write_safetensors(tmp_path / "encoder.safetensors", read_content(tmp_path / "encoder.pt"))
+    for name in ("encoder.pt", "encoder.safetensors"):
+        load_pretrained(build(heads=6), str(tmp_path / name))
+        with pytest.raises(InputError, match="with 6 attention heads, and the encoder has 3; set encoder.heads=6"):
+            load_pretrained(build(heads=3), str(tmp_path / name))
 
 
 class Malicious:

@@ -194,6 +194,24 @@ def test_rows_differ_in_any_setting_that_was_given(tmp_path: Path):
     ]
 
 
+def test_rows_differ_in_settings_of_changed_files(tmp_path: Path):
+    """A file of settings was edited between two seeds: no override differs."""
+    folders = [
+        with_settings(tmp_path / "0", "+experiment=mine", {"local_epochs": 1}, knn=0.5),
+        with_settings(tmp_path / "1", "+experiment=mine seed=1", {"local_epochs": 20, "seed": 1}, knn=0.7),
+        with_settings(tmp_path / "2", "strategy=fedavg", {"other": 1}),  # a setting that others lack
+        with_settings(tmp_path / "3", "strategy=fedavg seed=1", {"seed": 1}),
+    ]
+    found = [(row["strategy"], row["local_epochs"], runs) for row, runs in rows(*folders)]
+    assert found == [("l_dawa", "1", 1), ("l_dawa", "20", 1), ("fedavg", "", 2)]
+
+
+def test_the_best_row_is_among_those_of_the_same_data(tmp_path: Path):
+    easy = [with_settings(tmp_path / f"a{n}", f"imbalance=1 seed={n}", {"seed": n}, knn=0.9 + n / 100) for n in (0, 1)]
+    hard = [with_settings(tmp_path / f"b{n}", f"imbalance=9 seed={n}", {"seed": n}, knn=0.7 + n / 100) for n in (0, 1)]
+    assert "*" not in run_results([read_run(folder) for folder in (*easy, *hard)]).table().text()
+
+
 def test_runs_that_did_not_finish_are_listed(tmp_path: Path):
     finished = with_settings(tmp_path / "a", "", {}, knn=0.5)
     killed = with_settings(tmp_path / "b", "rounds=20", {})

@@ -32,7 +32,14 @@ def runs(tmp_path_factory) -> Path:
     job(folder / "1", *TABLE1, "seed=1", "precision=fp32", federated={"linear": 0.65})
     shutil.copytree(folder / "1", folder / "again")  # repeats a seed, with another result
     change_summary(folder / "again", final={"federated": {"linear": 0.1}})
-    job(folder / "small", *TABLE1, "rounds=3", "dataset.limit=500", federated={"linear": 0.4})
+    job(
+        folder / "small",
+        *TABLE1,
+        "rounds=3",
+        "dataset.limit=500",
+        "final_evaluation.epochs=1",
+        federated={"linear": 0.4},
+    )
     job(folder / "knn", *TABLE1, "strategy=fedavg", "final_evaluation=knn", federated={"knn": 0.4})
     ten = {"linear": 0.5, "linear_l_dawa": 0.69}
     job(folder / "10", *TABLE1[:2], "local_epochs=10", federated=ten)
@@ -58,6 +65,7 @@ def test_runs_stand_beside_the_numbers_of_their_settings(runs):
     lines = list(texts(match_runs("l_dawa.table1", find_runs([runs]))[0]))
     exact = ("l_dawa", "5", 65.44, (63.0, 2.828427), -2.44, 2, {})
     small = {"rounds": ("3", "10"), "dataset.limit": ("500", "None")}
+    small |= dict.fromkeys(("final_evaluation.batch_norm_epochs", "final_evaluation.epochs"), ("1", "100"))
     position = lines.index(exact)
     assert lines[position + 1] == ("l_dawa", "5", 65.44, (40.0, None), -25.44, 1, small)
     assert ("fedavg", "1", 52.90, (52.9, None), 0.0, 1, {}) in lines

@@ -111,6 +111,23 @@ def test_of_an_error_the_smallest_is_best(tmp_path, command):
     assert [line.split()[-1][-1] for line in out.splitlines()[1:]] == ["b", "c", "a"]
 
 
+def test_seeds_with_other_evaluations_are_apart(tmp_path, command):
+    for seed, neighbors in enumerate((200, 1, 200)):
+        job(tmp_path / str(seed), f"seed={seed}", "final_evaluation=knn", f"final_evaluation.k={neighbors}", knn=0.5)
+    rows = command("best", "knn", tmp_path)[1].splitlines()
+    assert rows[0].split()[9:] == ["final_evaluation.k", "best", "run"]
+    assert [(row.split()[-2], "± 0.0" in row) for row in rows[1:]] == [("200", True), ("1", False)]
+
+
+def test_null_is_a_value(tmp_path, command):
+    """Typed or by default."""
+    for name, *overrides in (("a", "clip_norm=null"), ("b", "seed=1"), ("c", "clip_norm=2")):
+        job(tmp_path / name, *overrides, knn=0.5)
+    assert len(json.loads(command("list", "clip_norm=null", tmp_path, "--json")[1])["runs"]) == 2
+    assert len(json.loads(command("best", "knn", tmp_path, "--json")[1])["ranked"]) == 2
+    assert command("list", "clip_norm=null", tmp_path / "b")[0] == 0
+
+
 def test_best_takes_seeds_for_one(runs, command):
     _, out, _ = command("best", "knn", runs)
     # 0.5 of seed 0, which ran twice and counts once, and 0.75: mean 0.625, sample deviation 0.25 / sqrt(2) = 0.17678.

@@ -1,6 +1,7 @@
 """Reliability of results that need no labels: by hand, and in the table of ``fedssl-runs best --by``."""
 
 import json
+import shutil
 from math import atanh, sqrt, tanh
 from pathlib import Path
 
@@ -24,9 +25,9 @@ def test_there_is_none_of_few_or_equal_results():
     assert correlation([1, 1, 1, 1, 1], [1, 2, 3, 4, 5]) is None
 
 
-def make(root: Path, values: dict[str, list[float]], linear: list[float]) -> None:
+def make(root: Path, values: dict[str, list[float]], linear: list[float], *overrides: str) -> None:
     for number, accuracy in enumerate(linear):
-        folder = job(root / f"run{number}", f"optimizer.lr={number + 1}", linear=accuracy)
+        folder = job(root / f"run{number}", f"optimizer.lr={number + 1}", *overrides, linear=accuracy)
         health = {name: column[number] for name, column in values.items()}
         lines = [{"round": 19}, {"round": 20, "health": {"global": health}}]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -42,6 +43,19 @@ def test_best_by_a_result_without_labels(tmp_path, command):
     found = json.loads(out)
     assert [Path(group["runs"][0]["folder"]).name for group in found["ranked"]] == [f"run{n}" for n in (1, 4, 0, 3, 2)]
     assert "so that its ranking may be chance" in found["reliability"]
+
+
+def test_copies_count_once_and_encoders_are_not_mixed(tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "runs", {"effective_rank": [5, 1, 3, 2, 4]}, [0.9, 0.5, 0.7, 0.6, 0.8])
+    shutil.copytree("runs", "backup")
+    assert "over 5 runs" in command("best", "--by", "rankme", "runs", tmp_path / "runs", "backup")[1]
+    ranked = json.loads(command("best", "--by", "rankme", "--seeds", "--json", "runs", tmp_path / "runs")[1])["ranked"]
+    assert len(ranked) == 5
+    make(tmp_path / "other", {"effective_rank": [1]}, [0.9], "encoder=resnet18")
+    mixed = "how reliable rankme is here is unknown: runs with encoder=conv_small,resnet18; select one"
+    assert mixed in command("best", "--by", "rankme", "runs", "other")[1]
+    assert "over 5 runs" in command("best", "--by", "rankme", "encoder=conv_small", "runs", "other")[1]
 
 
 def test_bad_input(tmp_path, command):
