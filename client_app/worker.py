@@ -32,7 +32,7 @@ from fedssl.model_arrays import (
     read_layers,
     read_once,
 )
-from fedssl.partition import client_indices, shifted
+from fedssl.partition import client_indices, labeled_indices, shifted
 from fedssl.regularizers.base import CombinedRegularizer, Regularizer
 from fedssl.schedule.stages import frozen_names, set_active_stages
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
@@ -66,6 +66,8 @@ class ClientWorker:
             raise RequestRefused(f"{type(self.method).__name__} needs labels, and devices agree on no classes")
         labels = image_data.labels if self.method.uses_labels else None
         self.labels = None if labels is None else labels.to(self.device)
+        if self.method.uses_labels and self.client_indices is not None:
+            self.client_indices = labeled_indices(self.client_indices, labels)
         self.training = LocalTrainer.build(settings.training, self.method, term=self.client_strategy.term)
         if settings.machine.compile_encoder:
             self.method.encoder.compile()

@@ -128,6 +128,17 @@ def cut_factors(layers: Mapping[str, np.ndarray], pairs: Sequence[LowRankLayer],
     }
 
 
+def sort_factors(layers: Mapping[str, np.ndarray], pairs: Sequence[LowRankLayer]) -> dict[str, np.ndarray]:
+    """Return the layers with the factors of the same products whose leading ones are the best of each smaller rank."""
+    changed = dict(layers)
+    for pair in pairs:
+        if pair.a in layers and pair.b in layers:
+            a, b = layers[pair.a], layers[pair.b]
+            best = LowRank(b, a, pair.scale).truncate(len(a))
+            changed |= {pair.a: best.a.astype(a.dtype), pair.b: best.b.astype(b.dtype)}
+    return changed
+
+
 def pad_factors(
     layers: Mapping[str, np.ndarray], pairs: Sequence[LowRankLayer], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, np.ndarray]:

@@ -20,7 +20,7 @@ from fedssl.logs import log
 from fedssl.machine.process import configure_process
 from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import exchanged_layers
-from fedssl.partition import Partition, make_partition, parameter_table
+from fedssl.partition import Partition, labeled_indices, make_partition, parameter_table
 from fedssl.rules import check_rules
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import Phase, make_phases
@@ -218,6 +218,8 @@ def make_client_data(settings: Settings, method: SSLMethod, image_data: ImageDat
     if image_data.labels is None:
         settings = default_unlabeled_partition(settings)
     partition = make_partition(settings.partition, image_data)
+    if method.uses_labels:
+        partition = replace(partition, client_indices=labeled_indices(partition.client_indices, image_data.labels))
     few_images = clients_with_few_images(settings, partition.client_indices, method)
     return settings, ClientData(
         image_data,

@@ -164,6 +164,10 @@ class ClientStrategy:
     selects_by_state: bool = False
     # Whether a client uses own values of the encoder's exchanged layers together with downloaded ones.
     mixes_own_layers: bool = False
+    # Whether it computes with both, element by element, so that factors of LoRA must have one basis.
+    averages_own_layers: bool = False
+    # Whether it runs the downloaded projector in eval mode, with its running statistics.
+    evaluates_projector: bool = False
     term: Regularizer | None = None  # term of the local loss, added to the regularizer of the settings
     keeps: str = ""  # what a client keeps besides the local parts of the method, for logs
     # Returns changed layers to upload from those of `layers_to_upload`.

@@ -52,6 +52,7 @@ def needs_fresh_clients(context: RunContext, *, strategy: str) -> Problem:
     settings, accepted = context.settings, context.settings.aggregation
     extra, deadline, retries = accepted.over_selection, accepted.round_deadline, accepted.max_retries
     for given, setting, remedy in (
+        (context.method.reorders_weights, "method.match_prototypes=true", "method.match_prototypes=false"),
         (accepted.buffered, "aggregation.buffered=true", "aggregation.buffered=false"),
         (extra, f"aggregation.over_selection={extra}", "aggregation.over_selection=0"),
         (deadline is not None, f"aggregation.round_deadline={deadline}", "aggregation.round_deadline=null"),

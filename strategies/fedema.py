@@ -67,7 +67,7 @@ def next_scale(scale: float | None, distance: float, *, tau: float) -> float | N
 class FedEMAClient(ClientStrategy):
     """Client side of FedEMA."""
 
-    mixes_own_layers = True
+    mixes_own_layers = averages_own_layers = True
 
     def __init__(self, *, tau: float, distance: str) -> None:
         self.tau, self.distance = tau, distance

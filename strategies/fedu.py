@@ -53,7 +53,7 @@ class FedUClient(ClientStrategy):
     predictor_threshold: float = 0.4  # mu of Eq. 3, in the unit of d; 0 is always local
 
     def __post_init__(self) -> None:
-        self.mixes_own_layers = self.update == "target"
+        self.mixes_own_layers = self.averages_own_layers = self.update == "target"
 
     def problem(self, context: RunContext) -> Problem:
         method = context.method

@@ -57,8 +57,8 @@ def stacked_weight(weight: np.ndarray, product: LowRank) -> np.ndarray:
 def nearest_factors(product: LowRank, initial: LowRank) -> LowRank:
     """Return the factors of the product of the initial rank that is nearest to P' (FlexLoRA), in the initial dtypes.
 
-    Singular vectors have either sign. They get that of the initial factors, so that factors that clients keep, such as
-    those of target networks, can be averaged with the new ones.
+    Singular vectors have either sign. They get that of the initial factors, which they resemble if the product changes
+    little. Factors of several rounds have no common basis nevertheless.
     """
     nearest = LowRank(product.b / initial.scale, product.a, initial.scale).truncate(initial.rank)
     similarity = (nearest.a * initial.a).sum(axis=1) + (nearest.b * initial.b).sum(axis=0)

@@ -91,7 +91,7 @@ class MOONClient(ClientStrategy):
 
     def __init__(self, *, weight: float, temperature: float) -> None:
         check_arguments("strategy", owner="MOON", weight=weight, temperature=temperature)
-        self._keeps_last = weight > 0
+        self._keeps_last = self.evaluates_projector = weight > 0
         self.keeps = "its last model" if self._keeps_last else ""
         self.mixes_own_layers = self._keeps_last  # the copies have the base layers of the trained model
         self.term = self._contrast = ModelContrast(weight=weight, temperature=temperature)

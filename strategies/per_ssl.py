@@ -63,7 +63,7 @@ class PersonalClient(ClientStrategy):
     """Client with a personalized model. ``weight`` as in `PerSSL`."""
 
     trainings_per_round = 2
-    mixes_own_layers = True  # the proximal term compares them
+    mixes_own_layers = averages_own_layers = True  # the proximal term compares them
 
     def __init__(self, *, weight: float) -> None:
         self.weight = weight

@@ -83,6 +83,9 @@ class SSLMethod(nn.Module):
     teacher_sees_views: bool = True
     # Whether `loss` calls `fedssl.encoders.tokens.TokenEncoder.forward_tokens`, which does not support frozen stages.
     masks_patches: bool = False
+    # Parts besides the encoder that the loss also uses in eval mode, with the downloaded running statistics.
+    parts_in_eval_mode: tuple[str, ...] = ()
+    reorders_weights: bool = False  # whether `end_round` exchanges rows of weights
     # Parts whose ``forward`` `loss` calls on the whole global views, in their order, so that a regularizer can use
     # their outputs.
     regularized_parts: tuple[str, ...] = ("encoder", "projector")

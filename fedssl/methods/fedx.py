@@ -65,6 +65,7 @@ class FedX(ProjectorMethod):
     ) -> None:
         super().__init__(encoder, projector=projector)
         self.predictor = predictor_for(self.projector, predictor)
+        self.parts_in_eval_mode = ("projector",)
         self.temperature = temperature
         # torch ignores modules in a tuple: they are not in the state_dict and not among the parameters.
         self.received = tuple(frozen_copy(network).eval() for network in (self.encoder, self.projector))

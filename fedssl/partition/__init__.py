@@ -9,6 +9,7 @@ from fedssl.partition.partition import (
     Partition,
     PartitionInput,
     client_indices,
+    labeled_indices,
     make_partition,
     server_indices,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "feature_clusters",
     "from_file",
     "iid",
+    "labeled_indices",
     "make_partition",
     "natural",
     "parameter_table",

@@ -3,7 +3,7 @@
 Long-tailed classes of the clients' images are those of Cao et al. (NeurIPS 2019, LDAM: CIFAR-10-LT).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -78,6 +78,12 @@ class Partition:
 def client_indices(settings: PartitionSettings, image_data: ImageData) -> list[np.ndarray]:
     """Return the indices of every client's images, see `make_partition`."""
     return make_partition(settings, image_data).client_indices
+
+
+def labeled_indices(client_indices: Sequence[np.ndarray], labels: torch.Tensor | None) -> list[np.ndarray]:
+    """Return the indices of every client's images that have a label."""
+    assert labels is not None  # the method needs them
+    return [rows[labels.numpy()[rows] != NO_LABEL] for rows in client_indices]
 
 
 def make_partition(settings: PartitionSettings, image_data: ImageData) -> Partition:

@@ -51,8 +51,9 @@ def reliability(runs: Sequence[Run], metric: str) -> str:
     groups = group_runs((run for run in runs if run.finished), all_compared_settings)
     runs = [run for group in groups for run in newest_of_each_seed(group.runs)]
     for key in ("dataset", "encoder"):
-        if len(found := {run.value(key) for run in runs if run.score(metric) and run.score(TARGET)}) > 1:
-            return f"how reliable {metric} is here is unknown: runs with {key}={','.join(sorted(found))}; select one"
+        values = {run.value(key) for run in runs if run.score(metric) and run.score(TARGET)}
+        if len(values) > 1:
+            return f"how reliable {metric} is here is unknown: runs with {key}={','.join(sorted(values))}; select one"
     pairs = [(run.score(metric), run.score(TARGET)) for run in runs]
     both = [(goodness(metric, one), other.value) for one, other in pairs if one is not None and other is not None]
     found = correlation([one for one, _ in both], [other for _, other in both])

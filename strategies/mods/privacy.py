@@ -20,7 +20,7 @@ $$
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -68,12 +68,27 @@ def updates_are_summed(parts: RunParts) -> Problem:
     encoder = parts.method.encoder
     updated = {name for name, _ in encoder.named_buffers()} - encoder.base_names
     problem = sum_problem("privacy=central", parts, weightings=("uniform",))
-    if problem or not any(name.endswith(("running_mean", "running_var")) for name in updated):
+    if problem:
         return problem
+    evaluated = set(parts.method.parts_in_eval_mode)
+    if parts.strategy.client.evaluates_projector:
+        evaluated |= {"projector"} & {*parts.method.regularized_parts}
+    for name, part in parts.method.named_children():
+        if name in evaluated and _has_statistics(buffer for buffer, _ in part.named_buffers()):
+            return (
+                f"privacy=central leaves running statistics out, which the {name} needs in eval mode; set "
+                f"method.{name}.batch_norm=false method.{name}.last_batch_norm=false"
+            )
+    if not _has_statistics(updated):
+        return None
     return (
         "privacy=central leaves running statistics out, which the encoder needs; set encoder.norm=group, "
         "encoder=vit_tiny, or a tuning with frozen statistics, such as tuning.freeze_statistics=true"
     )
+
+
+def _has_statistics(names: Iterable[str]) -> bool:
+    return any(name.endswith(("running_mean", "running_var")) for name in names)
 
 
 def rounds_are_released_once(parts: RunParts) -> Problem:

@@ -1,6 +1,7 @@
 """Aggregation of LoRA's products around an aggregator, see `strategies.low_rank_aggregation`."""
 
 from fedssl.arrays import Cosines, GlobalLayers, Layers
+from fedssl.regularizers.initial_encoder import L2SP
 from fedssl.rules import Problem
 from fedssl.wire.messages import ClientUpdate
 from strategies.gram_matrix import factors_of
@@ -24,6 +25,7 @@ from strategies.update_store import UpdateStorage
 from strategies.weighted_sum import WeightedSum
 
 _OTHERS = "set tuning.aggregation=factors or tuning.aggregation=freeze_a"
+_OTHER_BASIS = "which have another basis than those that tuning.aggregation=svd makes in every round"
 
 
 def needs_sums_of_layers(what: str, parts: RunParts) -> Problem:
@@ -58,22 +60,24 @@ def changed_weights_fit(parts: RunParts) -> Problem:
     """Refuse factors that clients keep, or are compared with, if the aggregation changes the weights as well."""
     settings, target_init = parts.settings, parts.method.target_init
     aggregation, name = low_rank_aggregation(settings), settings.recording.choices["strategy"]
+    if aggregation == "svd":
+        return _own_factors_fit(parts)
     if aggregation not in CHANGING_WEIGHTS:
         return None
     if parts.strategy.client.mixes_own_layers:
         return (
             f"clients of strategy={name} keep factors of their own, which do not fit the weights that "
-            f"tuning.aggregation={aggregation} changes; set tuning.aggregation=svd, factors or freeze_a"
+            f"tuning.aggregation={aggregation} changes; {_OTHERS}"
         )
     if parts.regularizer.uses_initial_encoder:
         return (
             f"regularizer={settings.recording.choices['regularizer']} compares with the initial encoder, whose weights "
-            f"tuning.aggregation={aggregation} changes; set tuning.aggregation=svd, factors or freeze_a"
+            f"tuning.aggregation={aggregation} changes; {_OTHERS}"
         )
     if target_init == "average" or (aggregation == "stack" and target_init == "persist"):
         return (
             f"method.target_init={target_init} keeps factors of target networks, which do not fit the weights "
-            f"that tuning.aggregation={aggregation} changes; set method.target_init=reset, or tuning.aggregation=svd"
+            f"that tuning.aggregation={aggregation} changes; set method.target_init=reset, or {_OTHERS[4:]}"
         )
     aggregator = parts.strategy.server.aggregator(settings.rounds)
     scales = isinstance(aggregator, WeightedSum) and aggregator.scale != "none"
@@ -81,6 +85,21 @@ def changed_weights_fit(parts: RunParts) -> Problem:
         return (
             f"strategy={name} compares clients with the global product, which tuning.aggregation=stack resets to zero "
             "in every round; set tuning.aggregation=exact or svd"
+        )
+    return None
+
+
+def _own_factors_fit(parts: RunParts) -> Problem:
+    """Refuse computing with factors of several rounds: the singular vectors of each are another basis."""
+    choices, target_init = parts.settings.recording.choices, parts.method.target_init
+    if parts.strategy.client.averages_own_layers:
+        return f"clients of strategy={choices['strategy']} keep factors of their own, {_OTHER_BASIS}; {_OTHERS}"
+    if any(isinstance(term, L2SP) and term.alpha for term in parts.regularizer.terms):
+        return f"regularizer={choices['regularizer']} compares with the initial factors, {_OTHER_BASIS}; {_OTHERS}"
+    if target_init in ("persist", "average"):
+        return (
+            f"method.target_init={target_init} keeps factors of target networks, {_OTHER_BASIS}; set "
+            f"method.target_init=reset, or {_OTHERS[4:]}"
         )
     return None
 

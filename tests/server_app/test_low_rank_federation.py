@@ -138,6 +138,19 @@ def test_clients_of_different_ranks(tmp_path, aggregation):
     assert small.bytes_up < large.bytes_up
 
 
+@pytest.mark.parametrize("when", ["start", "end"])
+def test_calibrated_factors_of_a_smaller_rank_are_the_nearest(tmp_path, when):
+    """A client of rank 1 receives the largest singular vectors of the calibrated product."""
+    own = ["tuning.ranks=[1,2]", "calibration=auxiliary", f"calibration.when={when}", "calibration.share=0.2"]
+    federated = federation(tmp_path, "svd", *own)
+    federated.run(2)
+    small, large = (TrainPlan.from_content(content).layers for content in federated.plans[-2:])
+    for pair in federated.method.low_rank_layers:
+        u, s, vt = np.linalg.svd(large[pair.b].astype(np.float64) @ large[pair.a])
+        assert s[0] > 1e-6
+        np.testing.assert_allclose(small[pair.b] @ small[pair.a], s[0] * np.outer(u[:, 0], vt[0]), atol=1e-5 * s[0])
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
@@ -163,6 +176,10 @@ def test_clients_of_different_ranks(tmp_path, aggregation):
             ],
             "privacy=central needs sums",
         ),
+        (["strategy=fedema", "tuning.aggregation=svd"], "keep factors of their own, which have another basis"),
+        (["strategy=per_ssl", "tuning.aggregation=svd"], "keep factors of their own, which have another basis"),
+        (["regularizer=l2_sp", "tuning.aggregation=svd"], "regularizer=l2_sp compares with the initial factors"),
+        (["method=byol", "tuning.aggregation=svd"], "=persist keeps factors of target networks, which have another"),
         (["method=byol", "tuning.aggregation=stack"], "method.target_init=persist keeps factors of target networks"),
         (["method=byol", "method.target_init=average", "tuning.aggregation=exact"], "method.target_init=average keeps"),
         (["tuning.ranks=[1,2]", "tuning.aggregation=exact"], r"tuning.ranks=\[1, 2\] needs"),

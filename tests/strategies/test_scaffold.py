@@ -141,6 +141,7 @@ def test_arrays_that_do_not_fit_are_refused(arrays, reason):
         (["aggregation.max_norm_ratio=3"], "max_norm_ratio prevents; set aggregation.max_norm_ratio=null"),
         (["aggregation.over_selection=1", "clients_per_round=2"], "over_selection=1 prevents; set .*over_selection=0"),
         (["aggregation.max_retries=2", "aggregation.min_updates=2"], "max_retries=2 prevents; set .*max_retries=0"),
+        (["method=swav", "method.match_prototypes=true"], "prevents; set method.match_prototypes=false"),
         (["client_state.max_bytes=1000"], "set client_state.max_bytes=null"),
         (["secure_aggregation=secagg_plus", "num_clients=20"], "needs a strategy that adds up the clients"),
         (["tuning=lora", "tuning.rank=2", "tuning.aggregation=exact"], "is no weighted sum of the clients"),

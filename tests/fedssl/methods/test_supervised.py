@@ -130,6 +130,21 @@ def test_images_without_labels_are_refused_before_anything_is_written(tmp_path):
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
+def test_images_without_labels_do_not_count(tmp_path):
+    """Of 8 images each, one client has labels of all, one of two, and one of none, which never trains."""
+    lines = ["image,label,site"]
+    for site, labels in enumerate(("abababab", "ab", "")):
+        for number in range(8):
+            Image.new("L", (8, 8), color=30 * number).save(tmp_path / f"{site}{number}.png")
+            lines.append(f"{site}{number}.png,{labels[number : number + 1]},{site}")
+    (tmp_path / "list.csv").write_text("\n".join(lines))
+    own = ["dataset=folder", f"dataset.path={tmp_path / 'list.csv'}", "dataset.owner=site", "partition=natural"]
+    own += ["dataset.num_classes=2", "dataset.test_fraction=0", "strategy=fedavg", "dataset.limit=null"]
+    run([*QUICK, *own, "rounds=1", "evaluate_every=0", "final_evaluation=none", f"output_dir={tmp_path / 'run'}"])
+    rows = read_lines(tmp_path / "run" / "clients.jsonl")
+    assert sorted((row["examples"], row["loss"] > 0.1) for row in rows) == [(2, True), (8, True)]
+
+
 def test_the_final_comparison_has_the_accuracy_of_the_classifier(tmp_path):
     overrides = [*QUICK, "threads=1", "evaluate_every=0", "final_evaluation=knn"]
     run([*overrides, f"output_dir={tmp_path}"])

@@ -118,6 +118,8 @@ def test_a_run_tells_what_it_spent_and_repeats_itself(tmp_path):
     ("overrides", "reason"),
     [
         (["encoder.norm=batch"], "privacy=central leaves running statistics out, which the encoder needs"),
+        (["method=fedx"], "which the projector needs in eval mode; set method.projector.batch_norm=false method"),
+        (["strategy=moon", "strategy.weighting=uniform"], "which the projector needs in eval mode"),
         (
             ["strategy=l_dawa"],
             "privacy=central needs a strategy that adds up the clients, but strategy=l_dawa compares",
@@ -133,6 +135,12 @@ def test_what_it_cannot_cover_is_refused(tmp_path, overrides, reason):
     usual = PRIVATE if "strategy" not in overrides[0] else [PRIVATE[0], PRIVATE[3]]
     with pytest.raises(InputError, match=reason):
         Federation(tmp_path, *SMALL, *usual, *overrides).run(1)
+
+
+@pytest.mark.parametrize("own", [["method=fedx"], ["strategy=moon", "strategy.weight=1"]])
+def test_the_remedies_for_heads_in_eval_mode_work(tmp_path, own):
+    without = ["method.projector.batch_norm=false", "method.projector.last_batch_norm=false"]
+    assert Federation(tmp_path, *SMALL, *PRIVATE, *own, "strategy.weighting=uniform", *without).run(1)
 
 
 def test_statistics_that_the_tuning_freezes_are_allowed(tmp_path):
