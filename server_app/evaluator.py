@@ -78,7 +78,8 @@ class Evaluator:
         units, left_out = protocol.result_units(evaluation_input.num_classes), protocol.left_out(evaluation_input)
         units = {name: unit for name, unit in units.items() if name not in left_out}
         domains = evaluation_input.test.domains()
-        return units | {domain_result(name, domain): unit for domain in domains for name, unit in units.items()}
+        own = {name: unit for name, unit in units.items() if "@" not in name}  # others are of other data sets
+        return units | {domain_result(name, domain): unit for domain in domains for name, unit in own.items()}
 
     @property
     def trains_network(self) -> bool:

@@ -19,8 +19,10 @@ import torch
 from fedssl.config.literal import user_path
 from fedssl.datasets.base import ImageData
 from fedssl.datasets.decoding import VERSION
+from fedssl.datasets.formats import FORMAT_OF, OF_PILLOW_ALONE, installed_packages
 from fedssl.datasets.image_index import ImageIndex, columns_at, file_line
 from fedssl.datasets.images import ImageSource
+from fedssl.datasets.listing import ending_of
 from fedssl.datasets.sample_checks import range_warnings
 from fedssl.datasets.storage import Storage
 from fedssl.datasets.stores import Pixels, Records
@@ -106,6 +108,8 @@ def cache_folder(location: str) -> Path:
 def _folder(location: str, index: ImageIndex) -> Path | None:
     """Return the folder of these images; None if decoding them takes less than `MIN_SECONDS_TO_CACHE`."""
     settings = {"version": VERSION, "Pillow": PIL.__version__, **index.key, **vars(index.decoding)}
+    if not {FORMAT_OF.get(ending_of(str(file))) for file in index.files} <= OF_PILLOW_ALONE:
+        settings["packages"] = installed_packages()  # without which some images are unreadable
     hashed = new_identity(json.dumps(settings, sort_keys=True).encode())
     num_bytes = 0
     for file in index.files:

@@ -38,7 +38,7 @@ from pydicom.uid import ExplicitVRBigEndian, ExplicitVRLittleEndian, ImplicitVRL
 
 from fedssl.datasets.dicom_checks import check_run_lengths, check_segments, codestream_sizes
 from fedssl.datasets.dicom_values import PADDING, TABLES, eight_bits, is_beside_image, limits_of, transforms, values_of
-from fedssl.datasets.formats import DICOM_MAGIC, DICOM_PREAMBLE
+from fedssl.datasets.formats import DICOM_DECODERS, DICOM_MAGIC, DICOM_PREAMBLE
 from fedssl.datasets.pages import Successive, check_count
 from fedssl.datasets.pixels import MODALITY, RASTER, WHITE_IS_ZERO
 from fedssl.datasets.raster import Raster
@@ -49,7 +49,6 @@ _PIXELS = {0x7FE00008: "FloatPixelData", 0x7FE00009: "DoubleFloatPixelData", 0x7
 _KINDS = (b"OB", b"OW", b"OF", b"OD", b"UN")  # value representations of pixels
 _FLOATS = ("FloatPixelData", "DoubleFloatPixelData")
 _BYTES_PER_VALUE = 8  # of an encoded frame, at most
-_DECODERS = "pylibjpeg pylibjpeg-libjpeg pylibjpeg-openjpeg"
 _BARE = ((b"\x08\0", b"\2\0"), b"\0")  # groups and upper byte of the first tag of old files without a magic number
 _MAX_READS = 2**17  # of a header: two or three for each element or item, also in sequences
 _BYTES_PER_READ = 2**10  # of a file with many frames
@@ -142,7 +141,8 @@ class DicomImageFile(ImageFile.ImageFile):
             values = values_of(stored, self._dataset)
         except RuntimeError as error:  # with a list of packages
             syntax = self._dataset.file_meta.TransferSyntaxUID.name
-            raise ValueError(f"{syntax} needs a decoder: pip install {_DECODERS}; or its frame is damaged") from error
+            packages = " ".join(DICOM_DECODERS)
+            raise ValueError(f"{syntax} needs a decoder: pip install {packages}; or its frame is damaged") from error
         if values.shape[:2] != self.size[::-1]:
             raise ValueError(f"its frame has {values.shape[1]} x {values.shape[0]} pixels")
         is_beside = is_beside_image(stored, self._dataset) if self.mode == "F" else None

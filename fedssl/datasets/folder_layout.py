@@ -26,7 +26,10 @@ from fedssl.errors import InputError, shortened
 from fedssl.logs import log_once
 
 _LEVELS = {"class": ("class",), "owner": ("owner",), "owner/class": ("owner", "class"), "none": ()}
-_MASKS = {"mask", "masks", "annotations", "segmentation", "groundtruth", "ground_truth"}  # names that no class has
+_MASKS = {  # names that no class has
+    *("mask", "masks", "annotations", "segmentation", "segmentationclass", "groundtruth", "ground_truth", "gt"),
+    *("labels", "labelstr", "labelsts"),
+}
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,11 @@ def list_split(source: Source, query: Query) -> SequenceIndex:
             f"{below}: images of {shortened(masks)} are trained on as a class; if these are masks, set dataset.path to "
         )
         warnings += (f"{line}the folder of the images",)
+    if words := [name for name in classes if split_of(name) in ("test", "unlabeled")]:
+        warnings += (
+            f"{below}: {shortened(words)} is trained on as a class; if it is a split, move the other folders into a "
+            "folder train beside it",
+        )
     empty = [name for part in parts.values() for name in part.empty]
     empty += [name for name in listing.subfolders(base) if names and name not in names]
     source.log(_layout(listing, parts if names else {}, classes, empty))

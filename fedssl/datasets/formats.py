@@ -41,6 +41,8 @@ PACKAGES = {
     "VIDEO": "av",
     "ZARR": "imagecodecs",
 }
+DICOM_DECODERS = ("pylibjpeg", "pylibjpeg-libjpeg", "pylibjpeg-openjpeg")  # of compressed frames
+OF_PILLOW_ALONE = {"JPEG", "PNG", "BMP", "GIF", "WEBP", "PPM"}  # formats that need no further package
 INSTALLED = frozenset(name for name, package in PACKAGES.items() if find_spec(package.replace("-", "_")) is not None)
 _FORMATS |= {name: suffixes for name, suffixes in _OF_PILLOW.items() if name in INSTALLED}
 
@@ -65,6 +67,11 @@ _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 
 DICOM_SUFFIX, DICOM_DIRECTORY = ".dcm", "DICOMDIR"  # the latter lists the files of a disc and has no pixels
 DICOM_PREAMBLE, DICOM_MAGIC = 128, b"DICM"  # the magic number follows 128 bytes
+
+
+def installed_packages() -> list[str]:
+    """Return the packages that decode images, without their versions."""
+    return sorted(INSTALLED | {name for name in DICOM_DECODERS if find_spec(name.replace("-", "_")) is not None})
 
 
 def register_formats() -> None:

@@ -7,6 +7,8 @@ has no label if its value is null, NaN, negative or blank.
 
 import json
 import logging
+import unicodedata
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ import pyarrow as pa
 from fedssl.datasets.column_types import is_bytes, is_text
 from fedssl.datasets.holdout import NO_LABEL
 from fedssl.datasets.tables import column_of, num_rows, schema_of
-from fedssl.errors import InputError
+from fedssl.errors import InputError, shortened
 from fedssl.logs import log_once
 
 MAX_NUMBER = 2**16  # larger numbers are identifiers, such as those of species: they count as names
@@ -147,8 +149,12 @@ def label_column(source: object, column: str, array: pa.Array, names: tuple[str,
 def _text(source: object, column: str, array: pa.Array) -> LabelColumn:
     """Return the labels of a column of names, which are sorted; log a warning if these are joined by bars."""
     encoded = array.dictionary_encode()
-    written = [name.strip() for name in encoded.dictionary.to_pylist()]
+    written = [unicodedata.normalize("NFC", name.strip()) for name in encoded.dictionary.to_pylist()]
     names = tuple(sorted({name for name in written if name}))
+    folded = Counter(name.casefold() for name in names)
+    if alike := [name for name in names if folded[name.casefold()] > 1]:
+        line = f"{source}: dataset.label={column}: {shortened(alike)} differ only in case and are several classes; "
+        log_once(logging.WARNING, f"{line}write those alike that are one")
     if found := next((name for name in names if "|" in name), None):
         line = f"{source}: dataset.label={column} has names such as {found!r}, each of which is one class; for several "
         log_once(logging.WARNING, f"{line}labels per image use evaluation=multi_label 'evaluation.columns=[{column}]'")

@@ -17,12 +17,12 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -44,6 +44,8 @@ class PageIndex(SequenceIndex):
     """Images that are pages of files, or several files."""
 
     images: Sequence[Page | Bands]
+    source: SequenceIndex  # the files, with further values of each
+    numbers: np.ndarray  # of the file of each image in ``source``
 
     def at(self, rows: np.ndarray) -> Self:
         """Return the index of the images at ``rows``."""
@@ -51,7 +53,12 @@ class PageIndex(SequenceIndex):
         key = {**self.key, "pages": identity(repr([tuple(map(str, image)) for image in images]).encode())}
         of_images = (image.files if isinstance(image, Bands) else (image.file,) for image in images)
         files = list(dict.fromkeys(chain.from_iterable(of_images)))
-        return replace(ImageIndex.at(self, rows), images=images, files=files, num_in_files=len(rows), key=key)
+        changed: dict[str, Any] = {"images": images, "files": files, "num_in_files": len(rows), "key": key}
+        return replace(ImageIndex.at(self, rows), numbers=self.numbers[rows], **changed)
+
+    def values(self, name: str) -> Sequence[Any]:
+        found = self.source.values(name)
+        return [found[number] for number in self.numbers]
 
     def batches(self, start: int) -> Iterator[Sequence[Encoded]]:
         """Yield the images from index ``start`` on, those of a file together if it is decoded from its start."""
@@ -92,10 +99,16 @@ def with_pages(index: SequenceIndex, files: Sequence[FilePath], pages: str) -> S
         for number in range(0, max(count, 1), depth)
     ]
     numbers = np.repeat(np.arange(len(files)), [-(-max(count, 1) // depth) for count in counts])
-    expanded = vars(ImageIndex.at(index, numbers)) | {"images": images}
+    expanded = _fields(index, numbers) | {"images": images}
     if index.groups is None:  # the pages of a file are alike
         expanded |= {"groups": numbers, "group_names": tuple(map(str, files))}
     return PageIndex(**expanded).at(np.arange(len(images)))
+
+
+def _fields(index: SequenceIndex, numbers: np.ndarray) -> dict[str, Any]:
+    """Return the fields of the index of images of the files with these ``numbers``."""
+    at = ImageIndex.at(index, numbers)
+    return {field.name: getattr(at, field.name) for field in fields(ImageIndex)} | {"source": index, "numbers": numbers}
 
 
 def _with_bands(index: SequenceIndex, files: Sequence[FilePath]) -> SequenceIndex:
@@ -120,8 +133,7 @@ def _with_bands(index: SequenceIndex, files: Sequence[FilePath]) -> SequenceInde
             "other images; set dataset.folders=none, or move the folders of a class into one folder"
         )
     log_once(logging.INFO, f"the files of a folder are the channels of an image, such as {images[0].files}")
-    alone = vars(ImageIndex.at(index, np.array(rows))) | {"images": images}
-    return PageIndex(**alone).at(np.arange(len(images)))
+    return PageIndex(**_fields(index, np.array(rows)) | {"images": images}).at(np.arange(len(images)))
 
 
 def _has_several(file: FilePath, pages: str) -> bool:

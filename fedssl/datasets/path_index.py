@@ -38,8 +38,13 @@ ALL_IMAGES: Mapping[str, Any] = {
     "skip_missing": True,
 }
 _NOTHING_HELD_OUT = (
-    "no group was held out, so that there are no test images: each class needs images of other groups for training; "
-    "name smaller groups (dataset.group=COLUMN), or hold out images of all groups (dataset.group=null)"
+    "no group was held out, so that there are no test images: each class needs images of other groups for training, "
+    "and groups of the share dataset.test_fraction"
+)
+_SMALLER_GROUPS = "name smaller groups (dataset.group=COLUMN), or hold out images of all groups (dataset.group=null)"
+_SMALLER_FILES = (
+    "the pages of a file are a group: divide the files, raise dataset.test_fraction, or put test images into a folder "
+    "test beside one named train"
 )
 
 
@@ -54,7 +59,8 @@ def index_path(path: str, query: Query, *, containers_first: bool = False) -> Im
         is_test = split_of_word(query.split) in HELD_OUT
         rows = stratified_holdout(labels, fraction=query.test_fraction, groups=index.groups)[is_test]
         if index.groups is not None and index.labels is not None and not len(rows):
-            log_once(logging.WARNING, f"{path}: {_NOTHING_HELD_OUT}")
+            remedy = _SMALLER_GROUPS if query.group is not None else _SMALLER_FILES
+            log_once(logging.WARNING, f"{path}: {_NOTHING_HELD_OUT}; {remedy}")
         index = index.at(rows)
     elif split_of_word(query.split) in HELD_OUT and (index.groups is not None or _names_files(index)):
         index = replace(index, warnings=index.warnings + _common(source, index, query))

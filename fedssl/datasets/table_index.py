@@ -27,6 +27,7 @@ from fedssl.datasets.image_index import (
 )
 from fedssl.datasets.labels import class_names, missing_labels, read_labels
 from fedssl.datasets.listing import ending_of, is_file
+from fedssl.datasets.page_index import with_pages
 from fedssl.datasets.shards import KEY, is_shard, stored_images
 from fedssl.datasets.sources import Source
 from fedssl.datasets.split_files import split_files
@@ -120,6 +121,16 @@ def index_rows(
         return _existing(
             RowIndex(files=images, images=images, tables=files, rows=np.arange(count), **known), query, chosen
         )
+    if query.group == FOLDER and "groups" not in known:
+        raise InputError(
+            f"dataset.group={FOLDER} but the images of {files[0]} are inside the file; name the column with their "
+            "groups, or set dataset.group=null"
+        )
+    if query.pages in ("all", "channels"):
+        raise InputError(
+            f"dataset.pages={query.pages} but the images of {files[0]} are inside the file, of which only the first "
+            "page is used; write them to files and name these in the column, or set dataset.pages=auto"
+        )
     index: ImageIndex
     if all(map(is_shard, files)) and (records := arrow_records(files, image, np.arange(count))) is not None:
         index = RowIndex(files=files, images=records, tables=files, rows=np.arange(count), **known)
@@ -148,8 +159,8 @@ def _columns(files: Sequence[Path], query: Query, *, data_set: Sequence[Path], s
     return known
 
 
-def _existing(index: "RowIndex", query: Query, chosen: np.ndarray | None) -> "RowIndex":
-    """Return the images whose files exist, each once; `InputError` if some do not and this is not allowed."""
+def _existing(index: "RowIndex", query: Query, chosen: np.ndarray | None) -> SequenceIndex:
+    """Return the images in files that exist, each file once; `InputError` if some do not and this is not allowed."""
     images, table = index.files, index.tables[0]
     if query.group == FOLDER and index.groups is None:
         index = replace(index, **grouped_by_folder(images, table.parent))
@@ -173,7 +184,8 @@ def _existing(index: "RowIndex", query: Query, chosen: np.ndarray | None) -> "Ro
         line += f", {others:,} of them with another label" if others else ""
         warnings += (f"{line}: their first rows are used",)
     rows = rows if chosen is None else rows[chosen[rows]]
-    return replace(index, warnings=index.warnings + warnings).at(rows)
+    index = replace(index, warnings=index.warnings + warnings).at(rows)
+    return with_pages(index, index.files, query.pages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,14 +280,20 @@ def _numbered(files: Sequence[Path], column: str, what: str) -> tuple[np.ndarray
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             raise InputError(f"{setting} is of type {kind}; an integer or string column is needed")
-    values = [value for file in files for value in column_of(file, column).to_pylist()]
+    values: list[Any] = [value for file in files for value in column_of(file, column).to_pylist()]
     if None in values:
         raise InputError(
             f"{setting} has no value in {values.count(None)} of {len(values)} rows, first row {values.index(None)} of "
             f"{files[0].parent}; give every image {'an' if what == 'owner' else 'a'} {what}, or dataset.{what}=null"
         )
+    listed = {tuple(class_names(schema_of(file), column)) for file in files}
+    names = dict(enumerate(listed.pop())) if len(listed) == 1 else {}
+    if listed:  # each file has its own numbers
+        lengths = [num_rows(file) for file in files]
+        of_file = [dict(enumerate(class_names(schema_of(file), column))) for file in files]
+        numbered = zip(np.repeat(np.arange(len(files)), lengths).tolist(), values, strict=True)
+        values = [str(of_file[file].get(value, value)) for file, value in numbered]
     codes, numbers = np.unique(values, return_inverse=True)
-    names = dict(enumerate(class_names(schema_of(files[0]), column)))
     return numbers, tuple(str(names.get(code, code)) for code in codes.tolist())
 
 

@@ -29,7 +29,7 @@ from fedssl.machine.process import available_cores
 from fedssl.safe_io import FilePath, valid_text
 
 _AHEAD, _AHEAD_BYTES = 4, 2**26  # blocks, and bytes of decoded images, that wait for the encoder, but at least a block
-_SPLITS = ("train", *HELD_OUT)
+_SPLITS = ("train", *HELD_OUT, "unlabeled")
 
 # Settings of dataset=folder with their defaults here; folders=auto: classes where the layout has them.
 SETTINGS: Mapping[str, Any] = {
@@ -245,7 +245,8 @@ def _indexed(source: Source, query: Query, folders: str) -> tuple[list[ImageInde
     """Return the images of a source with their labels and classes."""
     splits = _SPLITS if source.kind == ARRAYS and len(source.files) == 1 else _SPLITS[:1]
     found = [index_source(source, replace(query, split=split)) for split in splits]
-    parts = [part for part in found if part is not None and part.count]
+    # The images of the validation are also those of a missing test.
+    parts = [*{part.image_name(0): part for part in found if part is not None and part.count}.values()]
     if not parts:
         raise InputError(f"{source.path} holds no images; give what holds your images")
     if source.kind == IMAGES:

@@ -184,6 +184,11 @@ def log_unknown_classes(evaluation_input: EvaluationInput) -> None:
             "%s of %s test images count as errors, because no labeled training image has their class (%s)",
             *(int(unknown.sum()), len(unknown), shortened(names)),
         )
+    absent = train.labels[~torch.isin(train.labels, test.labels)].unique().tolist()
+    if absent:
+        log.warning(
+            "no test image has the classes %s, which results do not cover", shortened(map(train.class_name, absent))
+        )
 
 
 def load_labeled(data: DataSettings, split: Split, *, needs_labels: bool = True) -> LabeledImages | None:

@@ -10,6 +10,7 @@ blank means none.
 
 import logging
 import math
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -185,7 +186,8 @@ def _by_image(file: Path, names: Sequence[str], splits: Sequence[LabeledImages])
     if twice:
         raise InputError(f"{file} has several rows of {shortened(twice)}; keep one row per image")
     paths = [(image, Path(image)) for split in splits for image in _files(split)]
-    by_path = {str((file.parent / name).absolute()): row for row, name in enumerate(names)}
+    names = [name if "/" in name else name.replace("\\", "/") for name in names]  # as Windows writes them
+    by_path = {os.path.normpath((file.parent / name).absolute()): row for row, name in enumerate(names)}
     if any(image in by_path for image, _ in paths):
         return by_path
     by_name, by_stem = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
@@ -208,4 +210,4 @@ def _files(images: LabeledImages) -> list[str]:
     if images.origin is None:
         raise InputError("evaluation.file is for images in files, which the data set has none of")
     index, rows = images.origin
-    return [str(Path(index.image_name(row)).absolute()) for row in rows]
+    return [os.path.normpath(Path(index.image_name(row)).absolute()) for row in rows]

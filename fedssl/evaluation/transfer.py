@@ -59,6 +59,8 @@ class Transfer(EvaluationProtocol):
 
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
         results = evaluate(self.protocol, evaluation_input, seed=seed) if self.include_own else {}
+        if evaluation_input.rows is not None:  # a domain of the run's data set, which others do not have
+            return results
         for name in self.datasets:
             scores = evaluate(self.protocol, self._with_dataset(name, evaluation_input), seed=seed)
             results |= {f"{key}@{name}": score for key, score in scores.items()}

@@ -59,6 +59,12 @@ def test_the_cache_key_covers_all_that_pixels_depend_on(images, location, reads,
     assert number()
     monkeypatch.setattr(cache, "VERSION", 0)
     assert number()
+    monkeypatch.setattr(cache, "installed_packages", lambda: ["TIFF"])
+    assert not number()  # JPEG and PNG need no package
+    Image.new("RGB", (8, 8)).save(images / "class2" / "62.tif")
+    assert number()
+    monkeypatch.setattr(cache, "installed_packages", list)
+    assert number()
 
 
 CHILD = """

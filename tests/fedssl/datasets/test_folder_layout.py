@@ -207,10 +207,23 @@ def test_domains_behind_the_words_of_splits(tmp_path: Path) -> None:
 
 
 def test_masks_beside_images_are_a_warning(tmp_path: Path) -> None:
+    assert list_split("train", touch(tmp_path / "nn", "imagesTr/1.jpg", "labelsTr/1.png")).warnings
     root = touch(tmp_path, "images/1.jpg", "Masks/1.png")
     (warning,) = list_split("train", root).warnings
     assert "images of Masks are trained on as a class; if these are masks, set dataset.path to the folder" in warning
     assert list_split("train", root / "images").warnings == list_split("train", root, folders="none").warnings == ()
+
+
+@pytest.mark.parametrize("folders", [["cat", "dog", "unlabeled"], ["trainval", "test"]])
+def test_a_split_among_classes_is_a_warning(tmp_path: Path, folders: list[str]) -> None:
+    root = touch(tmp_path, *(f"{name}/1.png" for name in folders))
+    (warning,) = list_split("train", root).warnings
+    assert f"{folders[-1]} is trained on as a class; if it is a split, move the other folders into a" in warning
+    for name in folders[:-1]:
+        (root / "train").mkdir(exist_ok=True)
+        (root / name).rename(root / "train" / name)
+    assert list_split("train", root).warnings == ()
+    assert len(list_split("train", root).files) == len(folders) - 1
 
 
 def test_links_between_splits(tmp_path: Path) -> None:

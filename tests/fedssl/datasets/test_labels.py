@@ -91,6 +91,8 @@ def test_other_types_are_one_sentence(tmp_path: Path, column: pa.Array, message:
         (pa.array(["a|b", "a", None]), [1, 0, -1], "'a|b', each of which is one class; for several labels per image"),
         (pa.array([-1, 1, -1]), [-1, 1, -1], "-1 is read as no label; write 0 and 1 if these are two classes"),
         (pa.array([None, 1, -1]), [-1, 1, -1], None),
+        (pa.array(["Cat", "cat ", "dog"]), [0, 1, 2], "Cat, cat differ only in case and are several classes; write"),
+        (pa.array(["caf\u00e9", "cafe\u0301"]), [0, 0], None),
         (pa.array([-1, 1, 0]), [-1, 1, 0], None),
     ],
 )

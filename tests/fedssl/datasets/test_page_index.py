@@ -42,6 +42,26 @@ def test_all_pages_are_images(images, storage, tmp_path, monkeypatch):
     assert "2 of a sample of 3 images have several pages or frames, and only the first is used" in first.warnings[0]
 
 
+def test_files_that_a_table_names_have_pages(images, tmp_path):
+    table = tmp_path / "list.csv"
+    table.write_text("path,label,patient\ndata/cat/a.tif,cat,p1\ndata/dog/a.tif,dog,p2\ndata/dog/b.tif,dog,p3\n")
+    made = read(table, "all", group="patient")
+    assert made.labels.tolist() == [0] * 6 + [1] * 7
+    assert made.groups.tolist() == [0] * 6 + [1] * 6 + [2]
+    assert np.array_equal(made.images[:].numpy()[:, 0], np.concatenate([STACK, STACK[::-1], STACK[:1]]))
+    index, rows = made.origin
+    assert [index.values("patient")[row] for row in rows] == ["p1"] * 6 + ["p2"] * 6 + ["p3"]
+    assert len(read(table, "channels", channels=3, group="patient").images) == 4
+    assert len(read(table, "first").images) == 3
+
+
+def test_one_stack_per_class_is_not_held_out(images, caplog):
+    (images / "dog" / "b.tif").unlink()
+    assert read(images, "all", split="test", test_fraction=0.2) is None
+    assert "the pages of a file are a group: divide the files, raise dataset.test_fraction" in caplog.text
+    assert "dataset.group" not in caplog.text
+
+
 def test_successive_pages_are_channels(images):
     made = read(images, "channels", channels=3)
     assert made.labels.tolist() == [0, 0, 1, 1]

@@ -92,6 +92,34 @@ def test_a_column_names_the_owners(tmp_path: Path, kind: pa.DataType) -> None:
     assert (unknown.owners, unknown.owner_names) == (None, ())
 
 
+def test_owners_of_named_classes_are_joined_by_name(tmp_path: Path) -> None:
+    """Each hospital has exported its own file, with its own numbers."""
+    import datasets
+
+    for number, names in enumerate((["b", "a"], ["c", "b"])):
+        features = datasets.Features({"img": datasets.Image(), "who": datasets.ClassLabel(names=names)})
+        rows = {"img": [make_image(2 * number), make_image(2 * number + 1)], "who": [0, 1]}
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / f"train-{number}.parquet")
+    owners = load_federated(settings_of("cifar10", path=str(tmp_path), size=4, owner="who"))
+    assert [owners.owner_names[owner] for owner in owners.owners] == ["b", "a", "c", "b"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"group": "folder"},
+            r"dataset\.group=folder but the images of .*train\.parquet are inside the file; name the",
+        ),
+        ({"pages": "all"}, r"dataset\.pages=all but the images of .*train\.parquet are inside the file, of which only"),
+    ],
+)
+def test_what_images_inside_of_files_lack_is_refused(tmp_path: Path, changes, message: str) -> None:
+    pq.write_table(table([1, 2], [0, 1]), tmp_path / "train.parquet")
+    with pytest.raises(InputError, match=message):
+        load_federated(settings_of("folder", path=str(tmp_path), size=4, channels=3, **changes))
+
+
 @pytest.mark.parametrize(
     ("column", "message"),
     [

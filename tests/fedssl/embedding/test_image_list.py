@@ -72,6 +72,14 @@ def test_all_arrays_of_a_file_are_listed(tmp_path: Path) -> None:
     assert [block.images[:, 0, 0, 0].tolist() for block in found.blocks(2, start=1)] == [[2, 3], [5, 6], [4]]
 
 
+@pytest.mark.parametrize("second", ["x_val", "x_unlabeled"])
+def test_each_array_of_a_file_is_listed_once(tmp_path: Path, second: str) -> None:
+    arrays = {"x_train": np.array([1, 2]), second: np.array([3])}
+    images = {name: np.broadcast_to(value[:, None, None], (len(value), 4, 4)) for name, value in arrays.items()}
+    np.savez(tmp_path / "a.npz", **{name: array.astype(np.uint8) for name, array in images.items()})
+    assert values(listed(tmp_path / "a.npz")) == [1, 2, 3]
+
+
 def test_images_of_several_archives_are_listed_once(tmp_path: Path) -> None:
     for number in range(2):
         images = np.full((2, 4, 4), number + 5, np.uint8)

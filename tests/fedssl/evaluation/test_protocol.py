@@ -108,6 +108,9 @@ def test_test_images_of_unknown_classes_count_as_errors(monkeypatch: pytest.Monk
     assert caplog.messages == [
         "3 of 5 test images count as errors, because no labeled training image has their class ('c', 'd')"
     ]
+    caplog.clear()
+    log_unknown_classes(replace(made, train=made.test, test=made.train))
+    assert caplog.messages == ["no test image has the classes 'c', 'd', which results do not cover"]
     assert evaluate(KNN(), made, seed=0)["knn"].value <= 2 / 5
     assert evaluate(LinearProbe(), made, seed=0)["linear"].value <= 2 / 5
     assert evaluate(FewLabels(labels_per_class=[1], draws=1), made, seed=0)["linear_1_per_class"].value <= 2 / 5

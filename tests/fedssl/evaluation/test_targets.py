@@ -91,6 +91,10 @@ def test_csv_files_name_images_by_path_or_by_name(tmp_path: Path):
     np.testing.assert_array_equal(result.test, [[3, 30]])
     assert result.names == ("x", "y")
     assert read_csv(tmp_path, by_path, columns=["y"]).names == ("y",)
+    for folder in (f"../{tmp_path.name}/", "labels/../"):
+        above = by_path.replace("train/", f"{folder}train/")
+        np.testing.assert_array_equal(read_csv(tmp_path, above).train, [[1, 10], [2, NAN]])
+    np.testing.assert_array_equal(read_csv(tmp_path, by_path.replace("/", "\\")).train, [[1, 10], [2, NAN]])
     assert read_csv(tmp_path, by_path.replace(",", ";")).names == ("x", "y")
     with pytest.raises(
         InputError, match=r"several images or rows have the names a.png of .*t.csv; give paths from its folder"

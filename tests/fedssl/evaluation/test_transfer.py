@@ -1,5 +1,7 @@
 """Protocols on other data sets than the run's."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from PIL import Image
 from fedssl.config.load import compose
 from fedssl.errors import InputError
 from fedssl.evaluation.features import pixels
-from fedssl.evaluation.protocol import EvaluationProtocol, evaluate, make_evaluation_input
+from fedssl.evaluation.protocol import EvaluationProtocol, evaluate, evaluate_domains, make_evaluation_input
 from fedssl.evaluation.scores import Score
 from fedssl.evaluation.transfer import Transfer
 from fedssl.methods.base import build_method
@@ -37,6 +39,16 @@ class Brightness(EvaluationProtocol):
 
     def __call__(self, evaluation_input, *, seed):
         return {"brightness": Score(pixels(evaluation_input.test.images).mean().item(), "")}
+
+
+def test_a_domain_has_no_results_on_other_data_sets():
+    settings = compose([*OTHER, "evaluation.include_own=true"])
+    whole = make_evaluation_input(None, settings.data, device=CPU)
+    owners = torch.arange(len(whole.test.labels)) % 2
+    owned = replace(whole, test=replace(whole.test, owners=owners, owner_names=("a", "b")))
+    results = evaluate_domains(settings.evaluation.protocol.instantiate(), owned, seed=0)
+    assert [name for name in results if "@" in name] == [f"{name}@few" for name in results if name in ("knn", "linear")]
+    assert any(name.endswith("_a") for name in results)
 
 
 @pytest.mark.parametrize(("window", "is_adopted"), [("null", True), ("[0,1023]", False)])
