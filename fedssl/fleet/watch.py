@@ -87,11 +87,11 @@ def find_alerts(
                 since = "has never connected" if hours is None else f"was last online {hours:.1f} hours ago"
                 alerts.append(f"device {device['name'] or device['node']} {since}")
     if thresholds.min_megabytes is not None:
-        disks = {f"device {device['name']}": device.get("free MB") for device in devices}
-        disks["the run folder"] = free_disk
+        disks = {f"device {device['name']} had when it joined": device.get("free MB") for device in devices}
+        disks["the run folder has"] = free_disk
         for name, free in disks.items():
             if free is not None and free < thresholds.min_megabytes:
-                alerts.append(f"{name} has {free} MB of free disk space, less than {thresholds.min_megabytes}")
+                alerts.append(f"{name} {free} MB of free disk space, less than {thresholds.min_megabytes}")
     return alerts
 
 

@@ -58,8 +58,8 @@ def test_alerts(thresholds, alerts):
 def test_a_full_disk_is_an_alert():
     devices = [DEVICES[0] | {"free MB": 400}, DEVICES[1] | {"free MB": None}]
     found = find_alerts(devices, Thresholds(min_megabytes=500), NOW, free_disk=499)
-    places = {"device garden": 400, "the run folder": 499}
-    assert found == [f"{place} has {mb} MB of free disk space, less than 500" for place, mb in places.items()]
+    places = {"device garden had when it joined": 400, "the run folder has": 499}
+    assert found == [f"{place} {mb} MB of free disk space, less than 500" for place, mb in places.items()]
     assert find_alerts(devices, Thresholds(min_megabytes=400), NOW, free_disk=400) == []
 
 
