@@ -33,6 +33,20 @@ def encoder_has_size_of_images(settings: Settings) -> Problem:
     )
 
 
+def views_have_statistics_of_images(settings: Settings) -> Problem:
+    """Require views that are standardized as the images of evaluations and of the exported encoder."""
+    values, data = settings.training.augmentation.values, settings.data
+    for key, of_images in (("mean", data.mean), ("std", data.std)):
+        of_views = list(values.get(key) or of_images)
+        if of_views * (len(of_images) if len(of_views) == 1 else 1) != list(of_images):
+            return (
+                f"augmentation.{key}={of_views} but encoders are evaluated and exported with dataset.{key}="
+                f"{list(of_images)}; set dataset.{key} to the value of the training, and write "
+                f"{key}: ${{dataset.{key}}} in a file of augmentation"
+            )
+    return None
+
+
 def batches_suffice(parts: RunParts) -> Problem:
     """Require batches that are large enough for the method."""
     batch_size, smallest = parts.settings.training.batch_size, parts.method.min_batch_size
@@ -85,6 +99,7 @@ def phases_stay(parts: RunParts) -> Problem:
 SETTINGS_RULES: Sequence[Rule[Settings]] = (
     *initial_weights.SETTINGS_RULES,
     encoder_has_size_of_images,
+    views_have_statistics_of_images,
     *policies.SETTINGS_RULES,
     *secure.SETTINGS_RULES,
     *(rule for mod in MODS for rule in mod.settings_rules),

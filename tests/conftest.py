@@ -1,6 +1,7 @@
 """Tests run in parallel, one per core and one more with --heavy, and each uses one thread."""
 
 import gc
+import itertools
 import logging
 import os
 import signal
@@ -63,6 +64,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         heavy = [item for item in items if item.get_closest_marker("heavy")]
         config.hook.pytest_deselected(items=heavy)  # each skipped one would be reported to the controller
         items[:] = [item for item in items if not item.get_closest_marker("heavy")]
+    else:
+        items[:] = _spread(items)
+
+
+def _spread(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Put the heavy tests of deployments between other modules, without the last ones: they wait most of their time."""
+    waiting = [item for item in items if item.path.parent.name == "deploy" and item.get_closest_marker("heavy")]
+    others = [item for item in items if item not in waiting]
+    modules = [list(of_module) for _, of_module in itertools.groupby(others, lambda item: item.path)]
+    every = max(len(modules) * 3 // 4 // max(len(waiting), 1), 1)
+    for place, item in enumerate(waiting):
+        modules[min(place * every, len(modules) - 1)].append(item)
+    return [*itertools.chain.from_iterable(modules)]
 
 
 def pytest_collection_finish() -> None:

@@ -33,7 +33,6 @@ def validate_config(config: DictConfig) -> None:
             "evaluate_every=0; set evaluate_every=1 or more"
         )
     _check_groups(config)
-    _check_statistics(config)
     delta = config.privacy.get("delta")
     if delta is not None and delta >= 1 / config.num_clients:
         raise InputError(
@@ -48,18 +47,6 @@ def _check_groups(config: DictConfig) -> None:
             raise InputError(f"{group}.{key}={config[group][key]} needs {group}={choice}; add it")
         if config[group][key] is None and other in config[group]:
             raise InputError(f"{group}.{key}=null disables {group}={choice}; set a value, or {group}=none")
-
-
-def _check_statistics(config: DictConfig) -> None:
-    for key in ("mean", "std"):
-        views, images = config.augmentation.get(key), config.dataset.get(key)
-        if views is None or images is None or views == images or (len(views) == 1 and {*views} == {*images}):
-            continue
-        raise InputError(
-            f"augmentation.{key}={as_yaml(views)} but encoders are evaluated and exported with dataset.{key}="
-            f"{as_yaml(images)}; set dataset.{key} to the value of the training, and write "
-            f"{key}: ${{dataset.{key}}} in a file of augmentation"
-        )
 
 
 def _check_clients(config: DictConfig) -> None:

@@ -16,18 +16,9 @@ from fedssl.errors import InputError
         (["method.temperature=1e-5"], "method.temperature=1e-05 must be at least 0.0001"),
         (["optimizer.lr=1e300"], "optimizer.lr=1e.300 must be a number whose size is from"),
         (["optimizer.weight_decay=1e-310"], "optimizer.weight_decay=1e-310 must be a number whose size is from 1e-30"),
-        (
-            ["augmentation.mean=[0.9]"],
-            r"augmentation.mean=.0.9. but encoders are evaluated .*; set dataset.mean",
-        ),
         (["num_clients=2000000000"], "num_clients=2000000000 must be at most 10,000,000"),
     ],
 )
 def test_unusable_numbers_are_refused_before_a_run(overrides, sentence):
     with pytest.raises(InputError, match=f"^.*{sentence}"):
         load.compose(overrides)
-
-
-def test_views_have_the_statistics_of_the_images():
-    for overrides in (["dataset.mean=[0.4]"], ["augmentation.mean=[0.4]", "dataset.mean=[0.4]"]):
-        assert load.compose(overrides).recording.config.augmentation.mean == [0.4]

@@ -1,0 +1,31 @@
+"""Settings that do not fit each other."""
+
+import pytest
+
+from fedssl.errors import InputError
+from tests.federation import Federation
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["encoder.size=16"], "encoder.size=16 but dataset.size=8, which it follows; leave encoder.size out, or set"),
+        (
+            ["augmentation.mean=[0.9]"],
+            "augmentation.mean=.0.9. but encoders are evaluated and exported with dataset.mean=",
+        ),
+        (
+            ["augmentation.std=[0.9]"],
+            "augmentation.std=.0.9. but encoders are evaluated and exported with dataset.std=",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_images_is_refused(tmp_path, overrides, sentence):
+    with pytest.raises(InputError, match=sentence):
+        Federation(tmp_path, *overrides)
+
+
+def test_views_follow_the_statistics_of_the_images(tmp_path):
+    Federation(tmp_path, "dataset.mean=[0.4]")
+    Federation(tmp_path, "augmentation.mean=[0.4]", "dataset.mean=[0.4]")
+    Federation(tmp_path, "dataset.mean=[0.4]", "dataset.channels=3")
