@@ -1,6 +1,7 @@
 """The images of a path, found but not decoded: in files, in rows of tables, or in arrays."""
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -137,4 +138,17 @@ def _index_files(source: Source, query: Query) -> SequenceIndex:
             f"if the images of a folder are a group, or {source.setting} to a CSV file with columns path and "
             f"{query.group}"
         )
+    elif index.shared and index.labels is not None and split_of_word(query.split) in HELD_OUT:
+        _warn_of_folders_in_classes(index)
     return with_pages(index, index.files, query.pages)
+
+
+def _warn_of_folders_in_classes(index: SequenceIndex) -> None:
+    """Log a warning if each class has several folders with several images, of which a test share is held out."""
+    assert index.labels is not None
+    parents = (str(file).rpartition("/")[0] for file in index.files)
+    folders = Counter(zip(parents, index.labels.tolist(), strict=True))
+    of_class = Counter(label for (_, label), count in folders.items() if count > 1)
+    if len(of_class) == len(index.classes) and min(of_class.values(), default=0) > 1:
+        line = f"each class has several folders, such as {next(iter(folders))[0]}, and images of all of them are held "
+        log_once(logging.WARNING, f"{line}out; if a folder is a patient or a scene, set dataset.group=folder")

@@ -171,7 +171,7 @@ def model_card(source: ExportSource, *, in_timm: bool) -> str:
 
 def _scaling(preprocess: Preprocess) -> str:
     if preprocess.takes_bytes:
-        return "Pixels are divided by 255"
+        return "Pixels of 8 bits are divided by 255, those of 16 bits by 65,535"
     limits = f"the percentiles {list(preprocess.percentiles or ())}" if preprocess.window is None else preprocess.window
     return f"Values of more than 8 bits are scaled from {limits} of an image to [0, 1], and others divided by 255"
 

@@ -132,6 +132,20 @@ def test_unusable_folders_are_one_sentence(tmp_path: Path) -> None:
         load_split(own(tmp_path / "float", test_fraction=1), "test")
 
 
+@pytest.mark.parametrize(("patients", "warned"), [(2, True), (1, False)])
+def test_folders_within_classes_are_a_warning(tmp_path: Path, log_again: None, caplog, patients, warned) -> None:
+    for number in range(20):
+        name = f"p{number % patients}/{number}.png"
+        write(tmp_path / "ill" / name, make_image(number))
+        write(tmp_path / "well" / f"other {name}", make_image(100 + number))
+    assert load_split(own(tmp_path), "test") is not None
+    line = "if a folder is a patient or a scene, set dataset.group=folder"
+    assert sum(line in message for message in caplog.messages) == warned
+    grouped = own(tmp_path, group="folder", test_fraction=0.5)
+    train, test = load_split(grouped, "train"), load_split(grouped, "test")
+    assert patients == 1 or {*train.groups.tolist()}.isdisjoint(test.groups.tolist())
+
+
 def test_subfolders_may_be_owners(tmp_path: Path) -> None:
     for name, values in {"phone-7": [1, 2, 3], "phone-10": [4, 5], ".trash": [9]}.items():
         for value in values:

@@ -107,7 +107,7 @@ def test_pages_are_the_channels_of_an_encoder_of_as_many(tmp_path: Path):
 @pytest.mark.parametrize(
     ("settings", "stated"),
     [
-        ({}, "Pixels are divided by 255. Then the mean"),
+        ({}, "Pixels of 8 bits are divided by 255, those of 16 bits by 65,535. Then the mean"),
         ({"window": [0, 4095]}, "Values of more than 8 bits are scaled from [0, 4095] of an image to [0, 1], and"),
         ({"percentiles": [1, 99]}, "are scaled from the percentiles [1, 99] of an image to [0, 1], and others"),
     ],
