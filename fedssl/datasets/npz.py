@@ -294,7 +294,9 @@ def _labels(
                 f"{file}: {name} has shape {array.shape}, but {number or 'its'} images have one class each; "
                 f"{several if array.ndim > 1 else 'correct it, or set dataset.label=null'}"
             )
-        columns[file, images] = label_column(f"{file}: {name}", query.label, pa.array(array))
+        columns[file, images] = label_column(
+            f"{file}: {name}", query.label, pa.array(array.astype(array.dtype.newbyteorder("=")))
+        )
     by_part, classes = joined(columns, query.label)
     labels = {part: by_part.get(part, np.full(count, NO_LABEL)) for part, count in counts.items()}
     warnings = list[str]()

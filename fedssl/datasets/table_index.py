@@ -275,12 +275,15 @@ def _numbered(files: Sequence[Path], column: str, what: str) -> tuple[np.ndarray
     """Return the number of the owner or group of every row ``(n,)`` and their names, sorted."""
     setting = f"dataset.{what}={column}"
     remedy = f"set dataset.{what} to the column with the {what}s of the images, or dataset.{what}=null if there is none"
+    values: list[Any] = []
     for file in files:
         kind = require_column(file, column, remedy).field(column).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise InputError(f"{setting} is of type {kind}; an integer or string column is needed")
-    values: list[Any] = [value for file in files for value in column_of(file, column).to_pylist()]
+        found = column_of(file, column).to_pylist()
+        is_number = pa.types.is_integer(kind) or (pa.types.is_floating(kind) and not any(v and v % 1 for v in found))
+        if not (is_number or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise InputError(f"{setting} is of type {kind}; a column of integers or strings is needed")
+        values += [int(value) if isinstance(value, float) else value for value in found]
     if None in values:
         raise InputError(
             f"{setting} has no value in {values.count(None)} of {len(values)} rows, first row {values.index(None)} of "

@@ -32,7 +32,7 @@ def test_a_file_of_medmnist(tmp_path):
         train_images=RGB,
         val_images=RGB[:2],
         test_images=RGB[:3],
-        train_labels=np.array([[2], [0], [1], [1], [0], [2]], np.uint8),
+        train_labels=np.array([[2], [0], [1], [1], [0], [2]], ">i4"),
         val_labels=np.zeros((2, 1), np.uint8),
         test_labels=np.array([[1], [2], [0]], np.uint8),
     )

@@ -92,6 +92,13 @@ def test_a_column_names_the_owners(tmp_path: Path, kind: pa.DataType) -> None:
     assert (unknown.owners, unknown.owner_names) == (None, ())
 
 
+def test_owners_that_pandas_made_floats_are_numbers(tmp_path: Path) -> None:
+    contents = table([1, 2, 3], [0, 1, 0]).append_column("who", pa.array([12.0, 7.0, 12.0]))
+    pq.write_table(contents, tmp_path / "train.parquet")
+    owners = load_federated(settings_of("cifar10", path=str(tmp_path), size=4, owner="who"))
+    assert [owners.owner_names[owner] for owner in owners.owners] == ["12", "7", "12"]
+
+
 def test_owners_of_named_classes_are_joined_by_name(tmp_path: Path) -> None:
     """Each hospital has exported its own file, with its own numbers."""
     import datasets
@@ -124,7 +131,7 @@ def test_what_images_inside_of_files_lack_is_refused(tmp_path: Path, changes, me
     ("column", "message"),
     [
         (None, r"no column 'who' \(it has \['img', 'label'\]\).*dataset\.owner=null"),
-        (pa.array([0.5, 1.0]), r"dataset\.owner=who is of type double; an integer or string column is needed"),
+        (pa.array([0.5, 1.0]), r"dataset\.owner=who is of type double; a column of integers or strings is needed"),
         (pa.array(["ann", None]), r"dataset\.owner=who has no value in 1 of 2 rows, first row 1 of .*give every image"),
     ],
 )
