@@ -39,7 +39,13 @@ def _main(name: str, module: str) -> None:
             signal.signal(number, signal.SIG_IGN)
         return status
 
-    sys.exit(run_command(name, command))
+    status = run_command(name, command)
+    if _received and "ray" in sys.modules:
+        # Ray's threads, of which the signal has interrupted the start, may crash the end of the interpreter.
+        with suppress(OSError):
+            sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 # The commands of ``pyproject.toml``.
