@@ -326,9 +326,8 @@ def run_folders(folder: Path) -> list[Path]:
             subfolders.clear()
             continue
         visited.add(resolved)
-        names = sorted(name for name in subfolders if not name.startswith("."))
-        links = [name for name in names if (here / name).is_symlink()]
-        subfolders[:] = [*(name for name in names if name not in links), *links]
+        links_last = sorted(((here / name).is_symlink(), name) for name in subfolders if not name.startswith("."))
+        subfolders[:] = [name for _, name in links_last]
         if set(RUN_MARKERS) & set(files):
             subfolders.clear()
             if not _is_settings_folder(here, files):
