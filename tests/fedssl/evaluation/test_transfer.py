@@ -14,6 +14,7 @@ from fedssl.evaluation.protocol import EvaluationProtocol, evaluate, evaluate_do
 from fedssl.evaluation.scores import Score
 from fedssl.evaluation.transfer import Transfer
 from fedssl.methods.base import build_method
+from server_app.evaluator import Evaluator
 
 OTHER = ["evaluation=transfer", "+dataset@evaluation.datasets.few=digits", "evaluation.datasets.few.limit=120"]
 CPU = torch.device("cpu")
@@ -39,6 +40,20 @@ class Brightness(EvaluationProtocol):
 
     def __call__(self, evaluation_input, *, seed):
         return {"brightness": Score(pixels(evaluation_input.test.images).mean().item(), "")}
+
+
+def test_units_are_those_of_the_results_of_domains(tmp_path):
+    lines = ["image,label,site"]
+    for number in range(40):
+        Image.new("L", (8, 8), color=6 * number).save(tmp_path / f"{number}.png")
+        lines.append(f"{number}.png,{number % 2},{number // 2 % 2}")
+    (tmp_path / "list.csv").write_text("\n".join(lines))
+    own = ["dataset=folder", f"dataset.path={tmp_path / 'list.csv'}", "dataset.owner=site", "dataset.channels=1"]
+    settings = compose([*own, "dataset.size=8", "dataset.test_fraction=0.5", *OTHER, "evaluation.include_own=true"])
+    evaluator = Evaluator(settings.evaluation, data=settings.data, rounds=1, device=CPU, seed=0)
+    results = evaluator.evaluate([("global", build_method(settings.model))])["global"]
+    assert evaluator.result_units().keys() == results.keys()
+    assert {"linear_0", "linear_1", "linear@few"} <= results.keys()
 
 
 def test_a_domain_has_no_results_on_other_data_sets():

@@ -143,6 +143,8 @@ def test_images_without_labels_do_not_count(tmp_path):
     run([*QUICK, *own, "rounds=1", "evaluate_every=0", "final_evaluation=none", f"output_dir={tmp_path / 'run'}"])
     rows = read_lines(tmp_path / "run" / "clients.jsonl")
     assert sorted((row["examples"], row["loss"] > 0.1) for row in rows) == [(2, True), (8, True)]
+    assert read_summary(tmp_path / "run")["clients_with_few_images"] == 1
+    assert read_lines(tmp_path / "run" / "metrics.jsonl")[0]["dropped"] == {}
 
 
 def test_the_final_comparison_has_the_accuracy_of_the_classifier(tmp_path):
