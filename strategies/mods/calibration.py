@@ -19,7 +19,6 @@ import torch
 from fedssl.config.settings import CalibrationSettings
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
-from fedssl.low_rank_products import sort_factors
 from fedssl.model_arrays import exchanged_layers, load_layers, local_names, part_name
 from fedssl.partition import server_indices
 from fedssl.regularizers.base import Regularizer
@@ -27,7 +26,6 @@ from fedssl.schedule.phases import phase_at
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import derive_seed, seed_torch, torch_generator
 from fedssl.training import LocalTrainer, train
-from strategies.low_rank_aggregation import REPLACING_FACTORS, low_rank_aggregation
 from strategies.mods.base import Mod
 from strategies.run_context import RunContext
 from strategies.types import GlobalModel
@@ -60,7 +58,6 @@ class Calibration(Mod):
                 f"method.exchange_{min(trained)}=true"
             )
         self._when = settings.when
-        self._cuts_factors = low_rank_aggregation(context.settings) in REPLACING_FACTORS
         self._context, self._method, self._seed = context, method, seed
         images = load_federated(settings.data).images
         if images.shape[1] != data.channels or images.shape[2] != data.size:
@@ -99,7 +96,4 @@ class Calibration(Mod):
             self._training.reset_optimizer(lr_factor=self._context.lr_factor(round))
             generator = torch_generator(*seed_path)
             train(self._method, self._images, self._rows, training=self._training, generator=generator)
-            layers = exchanged_layers(self._method)
-            if self._cuts_factors:
-                layers = sort_factors(layers, self._method.low_rank_layers)
-            return replace(model, layers={**model.layers, **layers})
+            return replace(model, layers={**model.layers, **exchanged_layers(self._method)})

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fedssl.arrays import GlobalLayers, Layers
 from fedssl.config.settings import Settings
-from fedssl.low_rank_products import cut_factors, pad_factors
+from fedssl.low_rank_products import cut_factors, pad_factors, sort_factors
 from fedssl.methods.base import SSLMethod
 from fedssl.rules import Problem
 from fedssl.wire.messages import ClientUpdate, TrainPlan
@@ -15,6 +15,7 @@ from strategies.low_rank_aggregation import REPLACING_FACTORS, low_rank_aggregat
 from strategies.mods.base import ClientMod, LayerCache, Mod
 from strategies.round_start import RoundStart
 from strategies.run_context import RunContext
+from strategies.types import GlobalModel
 
 
 def client_ranks(settings: Settings) -> tuple[int, ...]:
@@ -44,10 +45,21 @@ class Ranks(Mod):
         self._model_rank = len(method.named_tensors[self._pairs[0].a])
         # A client's limit has no effect on an aggregation that combines factors: it refuses a plan of a larger rank.
         self._heeds_limits = low_rank_aggregation(settings) in REPLACING_FACTORS
+        # Training on the server, which comes first, leaves no order of the factors that can be cut.
+        self._sorted_at = settings.calibration.when if settings.calibration and self._heeds_limits else None
 
     @classmethod
     def make(cls, context: RunContext) -> "Ranks | None":
         return cls(context) if context.method.low_rank_layers else None
+
+    def begin(self, model: GlobalModel, round: int) -> GlobalModel:
+        return self._sorted(model) if self._sorted_at == "start" else model
+
+    def end(self, model: GlobalModel, round: int) -> GlobalModel:
+        return self._sorted(model) if self._sorted_at == "end" else model
+
+    def _sorted(self, model: GlobalModel) -> GlobalModel:
+        return replace(model, layers=sort_factors(model.layers, self._pairs))
 
     def variant(self, client: int, at: RoundStart) -> int | None:
         rank = self._ranks[client % len(self._ranks)] if self._ranks else None

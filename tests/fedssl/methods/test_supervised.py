@@ -131,7 +131,7 @@ def test_images_without_labels_are_refused_before_anything_is_written(tmp_path):
 
 
 def test_images_without_labels_do_not_count(tmp_path):
-    """Of 8 images each, one client has labels of all, one of two, and one of none, which never trains."""
+    """Three clients have 8 images each, and 8, 2 and 0 labels; the last one never trains."""
     lines = ["image,label,site"]
     for site, labels in enumerate(("abababab", "ab", "")):
         for number in range(8):
