@@ -50,9 +50,10 @@ def for_clients(arrays: Layers, *, before: int, now: int) -> Layers:
 def needs_fresh_clients(context: RunContext, *, strategy: str) -> Problem:
     """Refuse late, dropped or repeated updates, and removed states: server and clients would count them differently."""
     settings, accepted = context.settings, context.settings.aggregation
+    reordering = context.method.reordering
     extra, deadline, retries = accepted.over_selection, accepted.round_deadline, accepted.max_retries
     for given, setting, remedy in (
-        (context.method.reorders_weights, "method.match_prototypes=true", "method.match_prototypes=false"),
+        (reordering, f"{reordering}=true", f"{reordering}=false"),
         (accepted.buffered, "aggregation.buffered=true", "aggregation.buffered=false"),
         (extra, f"aggregation.over_selection={extra}", "aggregation.over_selection=0"),
         (deadline is not None, f"aggregation.round_deadline={deadline}", "aggregation.round_deadline=null"),

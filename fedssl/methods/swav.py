@@ -129,7 +129,8 @@ class SwAV(ProjectorMethod):
         self.temperature, self.epsilon, self.iterations = temperature, epsilon, iterations
         self.freeze_prototypes_rounds = freeze_prototypes_rounds
         self.queue_size, self.queue_start_round = queue_size, queue_start_round
-        self.match_prototypes = self.reorders_weights = match_prototypes
+        self.match_prototypes = match_prototypes
+        self.reordering = "method.match_prototypes" if match_prototypes else ""
         self.queue: Tensor
         if queue_size:
             self.register_buffer(QUEUE, torch.zeros(2, queue_size, dim))
