@@ -6,11 +6,12 @@ order in which jobs run does not matter, and a resumed sweep prunes the same job
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean
 
+from fedssl.config.overrides import key_and_group
 from fedssl.config.settings import Settings
 from fedssl.config.targets import locate
 from fedssl.errors import InputError
@@ -135,8 +136,7 @@ def successive_halving(
         due = [job for group in alive for job in groups[group] if job in runnable and not _has_reached(job, rung)]
         yield JobWave(sorted(due, key=jobs.index), until=rung, work=span)
         runnable -= {job for job in due if read_run(job.folder).state == "failed"}
-        means = {group: _mean_result(groups[group], pruning.metric, rung) for group in alive}
-        results = {group: result for group, result in means.items() if result is not None}
+        results = _mean_results({group: groups[group] for group in alive}, pruning.metric, rung)
         order = sorted(results, key=lambda group: (-results[group].goodness, group))
         alive = sorted(order[: max(len(order) // pruning.reduction_factor, 1)])
         for rank, group in enumerate(order[len(alive) :], start=len(alive) + 1):
@@ -155,8 +155,26 @@ def _has_reached(job: Job, round: int) -> bool:
     return run.finished or run.rounds_done >= round
 
 
-def _mean_result(jobs: Iterable[Job], metric: str, round: int) -> Score | None:
-    """Return the mean result of the jobs that have reached the round; None if there is none."""
-    results = [read_run(job.folder).score(metric, round=round) for job in jobs if _has_reached(job, round)]
-    finite = [result for result in results if result is not None and math.isfinite(result.value)]
-    return Score(mean(result.value for result in finite), finite[0].unit) if finite else None
+def _mean_results(groups: Mapping[int, Sequence[Job]], metric: str, round: int) -> dict[int, Score]:
+    """Return the mean result of each group with jobs that have reached the round.
+
+    Seeds differ in difficulty, so means are over those that all groups have, if there are any.
+    """
+    found = {group: _results(jobs, metric, round) for group, jobs in groups.items()}
+    found = {group: by_seed for group, by_seed in found.items() if by_seed}
+    common = frozenset.intersection(*map(frozenset, found.values())) if found else frozenset()
+    means = dict[int, Score]()
+    for group, by_seed in found.items():
+        scores = [by_seed[seed] for seed in by_seed if seed in common or not common]
+        means[group] = Score(mean(score.value for score in scores), scores[0].unit)
+    return means
+
+
+def _results(jobs: Iterable[Job], metric: str, round: int) -> dict[tuple[str, ...], Score]:
+    """Return the finite results of a group by the override of the seed."""
+    found = dict[tuple[str, ...], Score]()
+    for job in jobs:
+        score = read_run(job.folder).score(metric, round=round) if _has_reached(job, round) else None
+        if score is not None and math.isfinite(score.value):
+            found[tuple(override for override in job.overrides if "seed" in key_and_group(override))] = score
+    return found

@@ -129,6 +129,19 @@ class TestSuccessiveHalving:
         assert started.count("3") == 1
         assert statuses(jobs) == {"0": "pruned", "1": "pruned", "2": "finished", "3": "failed"}
 
+    def test_a_failed_seed_does_not_favor_its_group(self, tmp_path):
+        """Group 0 has 0.5 and 0.9, group 1 has 0.6 of the first seed: better there, although its mean is lower."""
+        values = {"0": 0.5, "1": 0.9, "2": 0.6}
+        jobs = make_jobs(tmp_path, 2, seeds=(0, 10))
+        pruning = Pruning(metric="knn", reduction_factor=2, rungs=[1], rounds=2)
+        jobs[3].folder.mkdir()
+        summary = {"status": "failed", "reason": "no images", "overrides": []}
+        (jobs[3].folder / "summary.json").write_text(json.dumps(summary))
+        halve(jobs, pruning, result=lambda job, round: values[job.folder.name], waiting=jobs[:3])
+        assert statuses(jobs) == {"0": "pruned", "1": "pruned", "2": "finished", "3": "failed"}
+        reason = read_run(jobs[0].folder).failure_reason
+        assert reason == "pruned after round 1: knn 50.0% has rank 2 of 2, and 1 continue"
+
     @settings(max_examples=15)
     @given(data=st.data())
     def test_order_and_interruptions_change_nothing(self, tmp_path_factory, data):
