@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import unicodedata
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from pyarrow import csv, json
 
 from fedssl.csv_file import csv_text, decoded
 from fedssl.datasets.formats import SUFFIXES as IMAGE_SUFFIXES
-from fedssl.datasets.listing import ending_of, is_file, is_folder
+from fedssl.datasets.listing import ending_of, is_file, is_folder, list_files
+from fedssl.errors import shortened
 from fedssl.logs import log_once
 
 SUFFIXES = (".csv", ".tsv", ".jsonl")
@@ -35,6 +37,32 @@ def named_file(value: str, folder: Path) -> Path:
     if names_image(path.name) or is_file(path) or not is_folder(path.parent):
         return path
     return _by_stem(path.parent, path.parent.stat().st_mtime_ns).get(path.name) or path
+
+
+def found_below(paths: Sequence[Path | None], folder: Path) -> Sequence[Path | None]:
+    """Return the paths, those that are absent from the folder itself by the files of their names in its subfolders.
+
+    Lists of large data sets have names alone, and their images are in ``images_001/images``. If a name is that of
+    several files, such as an image and its mask, no file is searched.
+    """
+    absent = [place for place, path in enumerate(paths) if path and path.parent == folder and not is_file(path)]
+    if not absent:
+        return paths
+    below = dict[str, list[Path]]()
+    for listed in list_files(folder, IMAGE_SUFFIXES).paths:
+        file = folder / listed
+        for name in {file.name, file.name[: -len(ending_of(file.name))]}:
+            below.setdefault(name, []).append(file)
+    found = {place: below[path.name] for place in absent if (path := paths[place]) and path.name in below}
+    several = [files for files in found.values() if len(files) > 1]
+    if several:
+        line = f"{len(several):,} names are those of several images below {folder}, such as {shortened(several[0])}: "
+        log_once(logging.WARNING, f"{line}write paths in place of names")
+    elif found:
+        folders = sorted({str(file.parent.relative_to(folder)) for (file,) in found.values()})
+        log_once(logging.INFO, f"{folder}: {len(found):,} of {len(paths):,} images are in {shortened(folders)}")
+        paths = [found[place][0] if place in found else path for place, path in enumerate(paths)]
+    return paths
 
 
 @lru_cache(maxsize=64)

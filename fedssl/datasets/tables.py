@@ -19,7 +19,7 @@ from fedssl.datasets.column_types import array_dtype, is_byte_list, is_bytes, is
 from fedssl.datasets.decoding import Encoded
 from fedssl.datasets.image_index import FileRecords
 from fedssl.datasets.manifest import SUFFIXES as MANIFEST_SUFFIXES
-from fedssl.datasets.manifest import manifest_table, named_file, names_image
+from fedssl.datasets.manifest import found_below, manifest_table, named_file, names_image
 from fedssl.datasets.npy import npy_bytes
 from fedssl.datasets.shards import ANY_IMAGE, PLACE, is_compressed, is_shard, shard_table
 from fedssl.errors import InputError, sanitize, shortened
@@ -70,7 +70,7 @@ def row_values(files: Sequence[Path], column: str, rows: np.ndarray) -> list[Any
     return values
 
 
-def named_files(file: Path, column: str) -> list[Path | None] | None:
+def named_files(file: Path, column: str) -> Sequence[Path | None] | None:
     """Return the files that a column names, None for empty rows; None for a column of another type.
 
     It is a column of text, or one of numbers in a file that people write: 7 is the name of 7.png.
@@ -82,7 +82,7 @@ def named_files(file: Path, column: str) -> list[Path | None] | None:
     if not is_text(kind) and not (pa.types.is_integer(kind) and file.suffix.lower() in MANIFEST_SUFFIXES):
         return None
     values = ("" if value is None else str(value) for value in column_of(file, column).to_pylist())
-    return [named_file(value, file.parent) if value else None for value in values]
+    return found_below([named_file(value, file.parent) if value else None for value in values], file.parent)
 
 
 def children(file: Path, column: str, field: str) -> list[pa.Array]:

@@ -124,9 +124,37 @@ def test_missing_files_are_counted_and_may_be_skipped(images: Path) -> None:
     assert (first_pixels(data.images), data.labels.tolist()) == ([10, 30], [0, 1])
     assert any("do not exist" in warning and "the others are used" in warning for warning in data.warnings)
     with pytest.raises(InputError, match=r"1 of the 1 image files .* or move the table to its images$"):
-        read(images, "path,label\n1.png,a\n", skip_missing=True)
+        read(images, "path,label\ngone.png,a\n", skip_missing=True)
     (images / "list.csv").rename(images / "my images" / "list.csv")
     assert first_pixels(read(images / "my images", "path,label\n1.png,a\n").images) == [10]
+
+
+@pytest.mark.parametrize("names", [("1.png", "11.png", "2.png"), ("1", "11", "2")])
+def test_names_alone_are_found_in_subfolders(images: Path, names: tuple[str, ...], caplog) -> None:
+    """As the lists of ChestX-ray14 and of Kaggle, whose images are in several folders beside the list."""
+    caplog.set_level("INFO")
+    (images / "part_2" / "images").mkdir(parents=True)
+    (images / "part_2" / "images" / "11.png").write_bytes(png(make_image(110)))
+    (images / "2.png").write_bytes(png(make_image(25)))  # beside the list, hence not searched
+    data = read(
+        images, "image,label\n" + "".join(f"{name},{label}\n" for name, label in zip(names, "aba", strict=True))
+    )
+    assert (first_pixels(data.images), data.labels.tolist()) == ([10, 110, 25], [0, 1, 0])
+    assert f"{images}: 2 of 3 images are in my images, part_2/images" in caplog.text
+
+
+def test_names_of_several_images_are_refused(images: Path, log_again: None, caplog: pytest.LogCaptureFixture) -> None:
+    """The mask 1.png is taken for no image, also if the image 2.png is gone."""
+    (images / "masks").mkdir()
+    for name in ("1.png", "2.png"):
+        (images / "masks" / name).write_bytes(png(make_image(0)))
+    (images / "my images" / "2.png").unlink()
+    text = "path,label\n1.png,a\n2.png,b\n3.png,b\n"
+    with pytest.raises(InputError, match=r"3 of the 3 image files that .* do not exist, such as .*1\.png"):
+        read(images, text)
+    assert f"1 names are those of several images below {images}, such as " in caplog.text
+    paths = text.replace("1.png", "my images/1.png").replace("2.png", "my images/4.png")
+    assert first_pixels(read(images, paths).images) == [10, 40, 30]
 
 
 def test_repeated_files_are_used_once(images: Path) -> None:
