@@ -22,10 +22,11 @@ from strategies.loss_weighted import LossWeighted
 from strategies.m_dawa import MDAWA
 from strategies.robust import Median
 
-WEIGHTED_RULES: Mapping[str, Callable[..., FedSSLStrategy]] = {"fedavg": FedAvg, "l_dawa": LDAWA, "m_dawa": MDAWA}
+WEIGHTED_RULES: Mapping[str, Callable[..., FedSSLStrategy]] = {"fedavg": FedAvg, "l_dawa": LDAWA}
 UNWEIGHTED_RULES: Mapping[str, Callable[..., FedSSLStrategy]] = {
     "eua": EUA,
     "loss_weighted": LossWeighted,
+    "m_dawa": MDAWA,
     "median": Median,
 }
 

@@ -299,7 +299,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
         "predictor": choice("dapu", "global", "local"),
         **all_of(Constraint(minimum=0), "predictor_threshold", "tau"),
         "beta": Constraint(above=0, below=0.5),
-        "rule": choice("fedavg", "l_dawa", "m_dawa", "eua", "loss_weighted", "median"),
+        "rule": choice("fedavg", "l_dawa", "eua", "loss_weighted", "m_dawa", "median"),
         "assign_by": choice("loss", "update_cosine"),
         "assign_at": choice("client", "server"),
         **all_of(integer(1), "clusters", "cluster_round", "interval", "select"),

@@ -154,6 +154,10 @@ def test_a_model_per_client_equals_local_training(tmp_path):
             "strategy.rule=eua has no weighting",
         ),
         (
+            ["strategy=clustered", "strategy.rule=m_dawa", "strategy.weighting=uniform"],
+            "strategy.rule=m_dawa has no weighting",
+        ),
+        (
             [*ONE_SHOT, "strategy.cluster_round=30"],
             "strategy.cluster_round=30 is the round in which clients are sorted, and there are",
         ),

@@ -19,7 +19,7 @@ REFUSED = {
     "strategy=featarc strategy.num_images=1": "an integer of at least 2; the default is 512",
     "strategy=featarc strategy.assign_at=moon": "client or server; the default is client",
     "strategy=clustered strategy.assign_by=x": "loss or update_cosine; the default is loss",
-    "strategy=clustered strategy.rule=x": "fedavg or l_dawa or m_dawa or eua or loss_weighted or median; the default",
+    "strategy=clustered strategy.rule=x": "fedavg or l_dawa or eua or loss_weighted or m_dawa or median; the default",
     "strategy=clustered strategy.cluster_round=0": "an integer of at least 1; the default is 1",
     "strategy=fedu strategy.aggregate=both": "online or target;",
     "strategy=fedu strategy.update=none": "online or target or both;",
