@@ -31,7 +31,7 @@ from fedssl.flower_internals import error_reply
 from fedssl.logs import log
 from fedssl.machine.out_of_memory import OUT_OF_MEMORY, is_out_of_memory
 from fedssl.partition import client_indices, shifted
-from fedssl.runs.manifest import client_folder
+from fedssl.runs.manifest import STATE_SUFFIX, client_folder, remove_versions_after
 from fedssl.safe_io import sanitize_line
 from fedssl.secure_aggregation.client import is_secure, secagg_reply
 from fedssl.secure_aggregation.protocol import SECAGG_CONFIG_KEY
@@ -284,6 +284,8 @@ def _train_on_device(plan: TrainPlan, client: EdgeClient, on_step_start: StepHoo
     run = settings.states.name
     log.info("run %s, round %d: %d epochs of training are requested", run, plan.round, settings.training.epochs)
     folder, images_digest = client.state_folder(settings.states), client.images_digest()
+    if plan.last_used_round is not None:  # the server lacks the updates of later rounds, or has been set back
+        remove_versions_after(folder, STATE_SUFFIX, plan.last_used_round)
 
     def train(worker: ClientWorker) -> ClientUpdate:
         client.check_rank(received_rank(worker.method, plan))

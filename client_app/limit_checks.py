@@ -34,6 +34,7 @@ def check_plan(plan: TrainPlan) -> None:
     ranges: dict[str, tuple[float, float, float]] = {
         "round": (plan.round, 1, 10**6),
         "oldest-resumable-round": (plan.oldest_resumable_round, 0, plan.round),
+        "last-used-round": (plan.last_used_round or 0, 0, plan.round - 1),
         "lr-factor": (plan.lr_factor, 0, 1000),
         "num-stages": (1 if plan.num_stages is None else plan.num_stages, 1, 256),
         "num-frozen-stages": (plan.num_frozen_stages, 0, plan.num_stages or 0),

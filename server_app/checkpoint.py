@@ -68,6 +68,9 @@ class StateSchema:
         for client, round in rounds:
             if not is_count(client, minimum=0) or not is_count(round, minimum=1) or round > state.round:
                 raise ValueError("the states of its clients are invalid")
+        for client, round in _require_mapping(state.dropped).items():
+            if not is_count(client, minimum=0) or not is_count(round, minimum=0) or round > state.round:
+                raise ValueError("the dropped clients are invalid")
         _check_in_flight(state.in_flight)
 
     def check_model(self, name: str, model: GlobalModel) -> None:

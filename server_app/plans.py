@@ -11,7 +11,7 @@ from fedssl.arrays import GlobalLayers, Layers
 from fedssl.availability import Workload
 from fedssl.schedule.phases import phase_at
 from fedssl.wire.device import code_fingerprint
-from fedssl.wire.messages import BASE, TrainPlan
+from fedssl.wire.messages import BASE, TrainPlan, with_last_used_round
 from fedssl.wire.records import EXACT, Codec, content_bytes, layer_bytes, record_bytes
 from server_app.federation import Federation
 from strategies.base import ServerStrategy
@@ -153,7 +153,10 @@ class PlanBuilder:
                     upload_names=start.upload_names,
                 )
                 contents[key] = self._in_phase(client_plan, start).to_content(context.codec, encode=self._encode)
-            self.contents[client] = content = contents[key]
+            content = contents[key]
+            if context.is_deployment:
+                content = with_last_used_round(content, self._state.last_used_round(client))
+            self.contents[client] = content
             self.slots[client] = ClientAssignment(
                 client,
                 names,

@@ -196,7 +196,10 @@ def new_state(
     participated = {row.client: slots[row.client] for row in result.clients}
     last_participation = {**state.last_participation}
     last_participation |= {row.client: (result.round - row.staleness, row.model) for row in result.clients}
+    used = {row.client for row in result.clients}
+    dropped = {client: round for client, round in state.dropped.items() if client not in used}
     for client in result.dropped:  # its state is unknown
+        dropped[client] = state.last_used_round(client)
         last_participation.pop(client, None)
         state_rounds.pop(client, None)
     known = state.models
@@ -205,6 +208,7 @@ def new_state(
         round=result.round,
         models=known.updated(aggregated) if isinstance(known, ClientModels) else {**known, **aggregated},
         last_participation=last_participation,
+        dropped=dropped,
         state_rounds=state_rounds,
     )
     outcome = RoundOutcome(

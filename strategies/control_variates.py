@@ -11,12 +11,15 @@ import torch
 from torch.optim import SGD
 
 from fedssl.arrays import Layers
+from fedssl.errors import RequestRefused
 from fedssl.methods.base import SSLMethod
 from fedssl.rules import Problem
 from fedssl.wire.messages import TrainPlan
 from strategies.base import upload_names_of
 from strategies.run_context import RunContext
 from strategies.types import ClientState
+
+ROUND = "round"  # name, in a client's state, of the round after which it was saved
 
 
 def corrected_names(method: SSLMethod, plan: TrainPlan) -> list[str]:
@@ -30,9 +33,21 @@ def arrays_of(state: ClientState | None, names: Iterable[str], *, prefix: str) -
     return {name: state[prefix + name].numpy() for name in names if prefix + name in state} if state else {}
 
 
-def as_state(arrays: Layers, *, prefix: str) -> ClientState:
-    """Return arrays as part of a client's state, see `arrays_of`."""
-    return {prefix + name: torch.from_numpy(array) for name, array in arrays.items()}
+def as_state(arrays: Layers, *, prefix: str, round: int) -> ClientState:
+    """Return arrays as part of the state that a client saves after a round, see `arrays_of`."""
+    return {prefix + ROUND: torch.tensor(round)} | {
+        prefix + name: torch.from_numpy(array) for name, array in arrays.items()
+    }
+
+
+def check_own(plan: TrainPlan, state: ClientState | None, *, prefix: str) -> None:
+    """Refuse a plan on a device without the state of its last used update, whose change the server has counted."""
+    saved = int(state[prefix + ROUND]) if state and prefix + ROUND in state else 0
+    if plan.last_used_round is not None and saved != plan.last_used_round:
+        raise RequestRefused(
+            f"it has lost the correction of gradients that it saved in round {plan.last_used_round}, which the server "
+            "has counted; register the device under another name"
+        )
 
 
 def zeros_like(layers: Layers, names: Collection[str]) -> Layers:
@@ -51,6 +66,7 @@ def needs_fresh_clients(context: RunContext, *, strategy: str) -> Problem:
     """Refuse late, dropped or repeated updates, and removed states: server and clients would count them differently."""
     settings, accepted = context.settings, context.settings.aggregation
     reordering = context.method.reordering
+    repeats = accepted.min_updates > 1 or settings.secure_aggregation is not None
     extra, deadline, retries = accepted.over_selection, accepted.round_deadline, accepted.max_retries
     for given, setting, remedy in (
         (reordering, f"{reordering}=true", f"{reordering}=false"),
@@ -58,7 +74,7 @@ def needs_fresh_clients(context: RunContext, *, strategy: str) -> Problem:
         (extra, f"aggregation.over_selection={extra}", "aggregation.over_selection=0"),
         (deadline is not None, f"aggregation.round_deadline={deadline}", "aggregation.round_deadline=null"),
         # Clients of an attempt that is repeated have saved their corrections.
-        (retries and accepted.min_updates > 1, f"aggregation.max_retries={retries}", "aggregation.max_retries=0"),
+        (retries and repeats, f"aggregation.max_retries={retries}", "aggregation.max_retries=0"),
         (accepted.max_norm_ratio is not None, "aggregation.max_norm_ratio", "aggregation.max_norm_ratio=null"),
         (settings.recording.max_state_bytes is not None, "client_state.max_bytes", "client_state.max_bytes=null"),
     ):

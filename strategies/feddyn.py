@@ -6,8 +6,8 @@ far, each times the share of clients that took part. H is a step of the server t
 ``alpha``: with full participation the first round moves twice as far as federated averaging.
 
 g_k and H have arrays for trained weights; statistics are averaged. The server sends and receives models only. The
-proximal term covers weights that stay on the client, too. If the server drops a damaged update after its
-client has saved g_k, H lacks that change.
+proximal term covers weights that stay on the client, too. If an update in a simulation is dropped
+after its client has saved g_k, H lacks that change; a device takes it back.
 """
 
 from typing import Any, TypedDict
@@ -25,7 +25,14 @@ from fedssl.rules import Problem
 from fedssl.training import LocalSteps
 from fedssl.wire.messages import TrainPlan
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
-from strategies.control_variates import arrays_of, as_state, corrected_names, for_clients, needs_fresh_clients
+from strategies.control_variates import (
+    arrays_of,
+    as_state,
+    check_own,
+    corrected_names,
+    for_clients,
+    needs_fresh_clients,
+)
 from strategies.run_context import RunContext
 from strategies.types import AggregatedModel, ClientState
 from strategies.weighted_sum import WeightedSum
@@ -85,6 +92,7 @@ class FedDynClient(ClientStrategy):
         self.term = CombinedRegularizer(self._linear, Proximal(weight=alpha))
 
     def start_term(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> None:
+        check_own(plan, state, prefix=OWN)
         own = arrays_of(state, corrected_names(method, plan), prefix=OWN)
         self._linear.load(method, {name: -array for name, array in own.items()})
 
@@ -96,7 +104,7 @@ class FedDynClient(ClientStrategy):
         for name, array in read_layers(method, names).items():
             change = array.dtype.type(self.alpha) * (start[name] - array)
             new[name] = np.asarray(own[name] + change if name in own else change)
-        return as_state(new, prefix=OWN), {}
+        return as_state(new, prefix=OWN, round=plan.round), {}
 
 
 class FedDyn(FedSSLStrategy):

@@ -6,8 +6,8 @@ the local steps, from the change of the weights (Eq. 4). With momentum, which th
 divided by ||a||_1 of FedNova instead of the number K of steps: then it is a weighted mean of the gradients.
 
 A client that does not take part keeps its c_i. All c_i and c are initially zero, so that round 1 is federated
-averaging. They travel as float32 with every ``wire_dtype``, and make up half of the exchanged bytes. If a
-damaged update is dropped after its client has saved c_i, c lacks that change.
+averaging. They travel as float32 with every ``wire_dtype``, and make up half of the exchanged bytes. If an
+update in a simulation is dropped after its client has saved c_i, c lacks that change; a device takes it back.
 """
 
 from collections.abc import Callable
@@ -27,6 +27,7 @@ from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
 from strategies.control_variates import (
     arrays_of,
     as_state,
+    check_own,
     corrected_names,
     for_clients,
     needs_fresh_clients,
@@ -148,6 +149,7 @@ class ScaffoldClient(ClientStrategy):
         self.term = self._term = Linear()
 
     def start_term(self, method: SSLMethod, plan: TrainPlan, state: ClientState | None) -> None:
+        check_own(plan, state, prefix=OWN)
         names, control = corrected_names(method, plan), plan.strategy_arrays
         own = arrays_of(state, names, prefix=OWN)
         slopes = dict(control)
@@ -163,7 +165,7 @@ class ScaffoldClient(ClientStrategy):
         change = control_change(plan.strategy_arrays, start, trained, scale=steps.lr * steps.norm)
         own = arrays_of(state, names, prefix=OWN)
         new = {name: own[name] + array if name in own else array for name, array in change.items()}
-        return as_state(new, prefix=OWN), change
+        return as_state(new, prefix=OWN, round=plan.round), change
 
 
 class Scaffold(FedSSLStrategy):

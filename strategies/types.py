@@ -50,6 +50,8 @@ class ServerState:
     models: Mapping[str, GlobalModel] = field(default_factory=dict)  # each from its first update on
     # Round of the client's last used update, and the model that it started from.
     last_participation: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+    # Clients that were dropped after their last used update, and its round; 0 if there is none.
+    dropped: Mapping[int, int] = field(default_factory=dict)
     # Round after which the client saved its newest state; without clients that have none.
     state_rounds: Mapping[int, int] = field(default_factory=dict)
     # Round after which a client's state was evicted. The client starts without a state until it saves another one.
@@ -71,6 +73,11 @@ class ServerState:
         """Return the round of the client's last used update if it started from this model, else None."""
         round, start = self.last_participation.get(client, (None, None))
         return round if start == model else None
+
+    def last_used_round(self, client: int) -> int:
+        """Return the round of the client's last used update; 0 if there is none."""
+        round, _ = self.last_participation.get(client, (0, GLOBAL))
+        return self.dropped.get(client, round)
 
 
 def model_suffix(name: str) -> str:

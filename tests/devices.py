@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from PIL import Image
 
@@ -52,6 +53,6 @@ class Devices(LocalGrid):
 
     partition_nodes = None  # devices have to be asked
 
-    def __init__(self, *contexts: Context) -> None:
-        super().__init__(handlers.handle, num_clients=len(contexts))
+    def __init__(self, *contexts: Context, handle: ClientApp = handlers.handle) -> None:
+        super().__init__(handle, num_clients=len(contexts))
         self._contexts = dict(zip(self.get_node_ids(), contexts, strict=True))

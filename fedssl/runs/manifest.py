@@ -152,10 +152,15 @@ class ClientStateParts:
 def remove_later_versions(folder: Path, round: int) -> None:
     """Remove the states and models of clients of a run folder that were written after ``round``."""
     for name, suffix in ((CLIENT_STATES, STATE_SUFFIX), (CLIENT_MODELS, MODEL_SUFFIX)):
-        for parent in _folders(folder / name):
-            for version in saved_rounds(parent, suffix):
-                if version > round:
-                    remove(round_file(parent, version, suffix))
+        remove_versions_after(folder / name, suffix, round)
+
+
+def remove_versions_after(folder: Path, suffix: str, round: int) -> None:
+    """Remove the versions in a folder and its subfolders that were written after ``round``."""
+    for parent in _folders(folder):
+        for version in saved_rounds(parent, suffix):
+            if version > round:
+                remove(round_file(parent, version, suffix))
 
 
 def _folders(folder: Path) -> list[Path]:

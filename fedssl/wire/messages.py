@@ -16,6 +16,7 @@ from fedssl.wire.records import EXACT, Codec
 ARRAYS, METHOD_BROADCAST, METHOD_UPLOAD, BASE = "arrays", "method-broadcast", "method-upload", "base"
 STRATEGY_BROADCAST, STRATEGY_UPLOAD = "strategy-broadcast", "strategy-upload"
 CONFIG, METRICS, REPLY_CONFIG, PERSONALIZED = "config", "metrics", "reply-config", "personalized"
+LAST_USED_ROUND = "last-used-round"
 NUM_EXAMPLES, TRAIN_LOSS, SECONDS = "num-examples", "train-loss", "seconds"
 CLIENT_METRICS = (NUM_EXAMPLES, TRAIN_LOSS, SECONDS)
 
@@ -36,6 +37,8 @@ class TrainPlan:
     # Oldest round from which the run may resume; a client deletes states that only earlier rounds need.
     oldest_resumable_round: int
     code_fingerprint: str  # of the server's source code; a client with other code rejects the plan
+    # Round of an edge client's last used update, 0 without one: the client removes what it has saved in later rounds.
+    last_used_round: int | None = None
     broadcast: Layers = field(default_factory=dict)  # of the server side of the method, see `SSLMethod`
     strategy_arrays: Layers = field(default_factory=dict)  # of the server side of the strategy, sent exactly
     lr_factor: float = 1.0  # factor of the optimizer's learning rate
@@ -73,6 +76,8 @@ class TrainPlan:
             plan["num-frozen-stages"] = self.num_frozen_stages
             plan["cache-frozen"] = self.cache_frozen
             plan["depth-dropout"] = self.depth_dropout
+        if self.last_used_round is not None:
+            plan[LAST_USED_ROUND] = self.last_used_round
         if self.evicted_clients:
             plan["evicted-clients"] = list(self.evicted_clients)
         if self.base_digest:
@@ -112,8 +117,14 @@ class TrainPlan:
             num_frozen_stages=int(_number(plan.get("num-frozen-stages", 0))),
             cache_frozen=bool(plan.get("cache-frozen", False)),
             depth_dropout=_number(plan.get("depth-dropout", 0.0)),
+            last_used_round=int(_number(plan[LAST_USED_ROUND])) if LAST_USED_ROUND in plan else None,
             evicted_clients=_integers(plan.get("evicted-clients", [])),
         )
+
+
+def with_last_used_round(content: RecordDict, round: int) -> RecordDict:
+    """Return the content of a plan for an edge client whose last used update is of this round; arrays are shared."""
+    return RecordDict({**content, CONFIG: ConfigRecord({**content.config_records[CONFIG], LAST_USED_ROUND: round})})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,15 +13,16 @@ from fedssl.fleet.certificates import load_signing_key, sign
 from fedssl.fleet.encoders import METRICS, mean_quality
 from fedssl.logs import log
 from fedssl.safe_io import read_bytes, sanitize_line
+from fedssl.schedule.phases import phase_at
 from fedssl.schedule.stages import set_active_stages
 from fedssl.wire.delivery import EncoderDelivery, read_quality
 from server_app.callbacks.base import Callback, RoundEnd, RunEnd
+from server_app.federation import Federation
 from server_app.fleet_file import FleetFile
 from server_app.messaging import ClientMessenger
 from server_app.models import arrays_by_model, export_encoders
 from server_app.nodes import ClientDirectory, ClientManager
-from strategies.run_context import RunContext
-from strategies.types import GLOBAL, ServerState
+from strategies.types import ServerState
 
 MESSAGE_TYPE = "train.encoder"
 TIMEOUT = 300.0  # seconds without a reply after which the others are not waited for
@@ -32,17 +33,21 @@ Signer = Callable[[bytes], bytes]
 class Delivery(Callback):
     """Exports and sends the encoders after the rounds for which it is due, and at the end.
 
-    Each device receives the model that it started its last update from.
+    Each device receives the model from which it would start the next round, if that has been trained.
     """
 
-    def __init__(self, grid: Grid, context: RunContext, clients: ClientManager, folder: Path, fleet: FleetFile) -> None:
-        self._grid, self._context, self._clients, self._folder, self._fleet = grid, context, clients, folder, fleet
-        self._sign, self._certificate = load_signer(context.settings.engine)
+    def __init__(
+        self, grid: Grid, federation: Federation, clients: ClientManager, folder: Path, fleet: FleetFile
+    ) -> None:
+        self._grid, self._clients, self._folder, self._fleet = grid, clients, folder, fleet
+        self._context, self._strategy = federation.context, federation.strategy.server
+        self._sign, self._certificate = load_signer(federation.context.settings.engine)
 
     def on_round_end(self, end: RoundEnd) -> None:
-        round, settings = end.state.round, self._context.settings
-        every = settings.engine.deliver_every
-        if every and round < settings.rounds and round % every == 0:
+        context, round = self._context, end.state.round
+        every, depth = context.settings.engine.deliver_every, phase_at(context.phases, round).depth
+        is_whole = depth == context.phases[-1].depth  # an exported encoder has all stages, also untrained ones
+        if every and round < context.settings.rounds and round % every == 0 and is_whole:
             self._deliver(end.state)
 
     def on_run_end(self, end: RunEnd) -> None:
@@ -67,8 +72,9 @@ class Delivery(Callback):
         contents = {model: delivery.to_content() for model, delivery in deliveries.items()}
         messages = []
         for client, node in clients.nodes.items():
-            _, model = state.last_participation.get(client, (0, GLOBAL))
-            messages.append(Message(contents.get(model) or contents[min(contents)], node, MESSAGE_TYPE))
+            content = contents.get(self._strategy.starting_model(state, state.round + 1, client))
+            if content is not None:
+                messages.append(Message(content, node, MESSAGE_TYPE))
         names = {clients.nodes[number]: name for name, number in clients.client_ids.items() if number in clients.nodes}
         received, qualities = 0, []
         for message, reply in ClientMessenger(self._grid).send_and_receive(messages, timeout=TIMEOUT):

@@ -41,6 +41,8 @@ def can_evaluate_in_background(components: RunComponents, client_cores: int | No
     return (
         client_cores is not None
         and available_cores() - client_cores >= settings.machine.threads
+        # A repeated round releases the images' model again, so that its checkpoint precedes the next plan.
+        and (settings.privacy is None or components.client_data is not None)
         # Early stopping decides about the next round by the evaluation.
         and settings.evaluation.early_stopping.monitor is None
         # Other training or sampling here would share the random generator and the GPU's memory.
@@ -139,7 +141,7 @@ def make_callbacks(
         callbacks.append(EarlyStop(settings.evaluation.early_stopping, path, rounds=settings.rounds))
     callbacks.append(Results(components, path))
     if components.client_data is None and settings.engine.deliver_every is not None:
-        callbacks.append(Delivery(grid, components.context, clients, path, fleet))
+        callbacks.append(Delivery(grid, components.federation, clients, path, fleet))
     if settings.evaluation.personalized:
         callbacks.append(Personalized(ClientMessenger(grid), components, path))
     callbacks.append(Summary(folder, settings, tracker, few_images=few_images, started=started))

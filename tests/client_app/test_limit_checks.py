@@ -1,5 +1,6 @@
 """Messages and settings that go beyond the limits of a device."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from fedssl.config.compose import resolve_config
 from fedssl.config.typed_settings import client_settings
 from fedssl.errors import RequestRefused
 from fedssl.fleet.limits import Limits
+from fedssl.wire.messages import TrainPlan
 from fedssl.wire.wire_format import WEIGHTS
 
 
@@ -50,3 +52,19 @@ def test_a_step_beyond_memory_is_refused_with_fitting_settings(overrides, allowe
         if "=" in part:
             settings = client_settings(resolve_config([*words, *part.split(" and ")])[0], states=Path(), partition=None)
             limit_checks.check_settings(settings, Limits(), num_images=100)
+
+
+@pytest.mark.parametrize("round", [-1, 3, 9])
+def test_a_used_update_is_of_an_earlier_round(round):
+    plan = TrainPlan(
+        round=3,
+        layers={},
+        settings="",
+        metrics=(),
+        oldest_resumable_round=0,
+        code_fingerprint="",
+        last_used_round=round,
+    )
+    with pytest.raises(RequestRefused, match=rf"last-used-round={round} of the plan is not from 0 to 2"):
+        limit_checks.check_plan(plan)
+    limit_checks.check_plan(replace(plan, last_used_round=2))

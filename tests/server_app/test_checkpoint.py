@@ -119,6 +119,7 @@ BAD = {
     "phase no number": state(phase=True),
     "updates": state(num_updates=-1),
     "clients": ServerState(round=2, models={GLOBAL: GOOD}, last_participation={1: 2}),
+    "dropped client": ServerState(round=2, models={GLOBAL: GOOD}, dropped={1: 3}),
     "client of a path": ServerState(round=2, models={GLOBAL: GOOD}, last_participation={1: (2, "a/b")}),
     "models": ServerState(round=2, models={str(number): GOOD for number in range(4)}),
     "no models": ServerState(round=2, models=[]),

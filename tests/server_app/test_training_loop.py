@@ -1,6 +1,7 @@
 """A round that is evaluated while the next one runs: the same numbers, on record in order, whatever ends the run."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -21,6 +22,7 @@ TINY += ["threads=1", "evaluate_every=1", "final_evaluation=knn", "batch_size=16
 TINY += ["measure_resources=false", "collapse_images=16"]
 STAGES = ["encoder=vit_tiny", "encoder.depth=2", "encoder.width=12", "encoder.patch=4"]
 STAGES += ["schedule=layer_wise", "augmentation=none"]
+PRIVATE = ["privacy=central", "encoder.norm=group", "strategy=fedavg", "strategy.weighting=uniform"]
 UNTRAINED = ["rounds=1", "local_epochs=0", "evaluate_every=0", "final_evaluation=none"]
 WAIT = 60  # seconds after which something is never to come
 
@@ -112,6 +114,14 @@ def test_cores_must_be_free(tmp_path, monkeypatch, there, threads_each, overlaps
     overrides = [*TINY, *UNTRAINED, f"threads={threads_each}", f"output_dir={tmp_path / 'run'}"]
     run_local(build_components(compose(overrides), simulated_clients(2)))
     assert found == [overlaps]
+
+
+def test_devices_receive_no_private_model_before_its_checkpoint():
+    """A resumed run would release the model of that round again. In a simulation nobody receives it."""
+    for overrides, edge, overlaps in ((PRIVATE, True, False), (PRIVATE, False, True), ([], True, True)):
+        components = build_components(compose([*TINY, *UNTRAINED, "threads=1", *overrides]), simulated_clients(2))
+        components = replace(components, client_data=None) if edge else components
+        assert can_evaluate_in_background(components, 0) == overlaps
 
 
 class Held:

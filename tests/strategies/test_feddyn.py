@@ -23,7 +23,7 @@ PLAIN = ["optimizer.momentum=0", "optimizer.weight_decay=0"]
 
 def gradient(folder, client, *, before):
     state = load_tensors(folder / "clients" / "0000" / str(client), before=before)
-    return {name.removeprefix(OWN): np.asarray(value) for name, value in state.items() if OWN in name}
+    return {name.removeprefix(OWN): np.asarray(value) for name, value in state.items() if "." in name[len(OWN) :]}
 
 
 def test_the_gradient_of_a_linear_term_is_its_slope():
@@ -99,6 +99,10 @@ def test_a_small_alpha_leaves_the_step_of_the_server(tmp_path):
     [
         (["privacy=central", "encoder.norm=group"], "noise to the mean of the clients, which strategy=feddyn changes"),
         (["aggregation.buffered=true"], "set aggregation.buffered=false"),
+        (
+            ["secure_aggregation=secagg_plus", "num_clients=20", "clients_per_round=10", "aggregation.max_retries=1"],
+            "max_retries=1 prevents; set aggregation.max_retries=0",
+        ),
         (["tuning=lora", "tuning.rank=2", "tuning.aggregation=svd"], "set tuning.aggregation=factors"),
     ],
 )

@@ -26,7 +26,7 @@ def array(*values):
 
 def own(folder, client, *, before):
     state = load_tensors(folder / "clients" / "0000" / str(client), before=before)
-    return {name.removeprefix(OWN): np.asarray(value) for name, value in state.items() if OWN in name}
+    return {name.removeprefix(OWN): np.asarray(value) for name, value in state.items() if "." in name[len(OWN) :]}
 
 
 def test_the_change_of_a_control_variate_by_hand():

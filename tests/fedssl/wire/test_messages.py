@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedssl.wire.identity import NODE_INFO, NodeInfo, node_info_reply, read_node_info
-from fedssl.wire.messages import ClientUpdate, TrainPlan
+from fedssl.wire.messages import ClientUpdate, TrainPlan, with_last_used_round
 from fedssl.wire.records import Array, arrays_to_record, content_bytes, read_array, record_to_arrays
 from tests.arrays import same
 
@@ -48,6 +48,16 @@ def test_plan_survives_the_message():
     assert (back.round, back.settings, back.metrics, back.oldest_resumable_round, back.code_fingerprint) == (
         *(3, "seed: 0\n", ("num-examples",), 2, "0123456789abcdef"),
     )
+
+
+def test_contents_of_clients_differ_in_their_last_used_round():
+    shared = PLAN.to_content()
+    own = with_last_used_round(shared, 2)
+    assert TrainPlan.from_content(own).last_used_round == 2
+    assert TrainPlan.from_content(shared).last_used_round is None
+    assert all(own[name] is record for name, record in shared.items() if name != "config")
+    assert dict(own) | {"config": None} == dict(replace(PLAN, last_used_round=2).to_content()) | {"config": None}
+    assert own["config"] == replace(PLAN, last_used_round=2).to_content()["config"]
 
 
 def test_parts_of_a_methods_server_side_are_apart():

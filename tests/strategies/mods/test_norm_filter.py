@@ -22,6 +22,13 @@ def test_more_than_so_many_times_the_median():
     assert found[9] == f"{ratio}, of which 12 times are plausible (aggregation.max_norm_ratio)"
 
 
+def test_two_clients_have_no_outlier_and_none_may_move():
+    assert norm_outliers({0: (1.0,), 1: (9.0,)}, factor=1) == {}  # the median 5 is exceeded
+    assert norm_outliers({0: (1.0,), 1: (9.0,), 2: (1.0,)}, factor=1).keys() == {1}
+    found = norm_outliers({0: (0.0,), 1: (9.0,), 2: (0.0,)}, factor=10)
+    assert found[1].startswith("its weights moved inf times as far")
+
+
 def test_statistics_count_by_themselves_and_one_reason_is_enough():
     moved = {0: (1.0, 1.0), 1: (1.0, 50.0), 2: (70.0, 60.0), 3: (1.0, 1.0), 4: (1.0, 1.0)}
     found = norm_outliers(moved, factor=10)
