@@ -4,7 +4,7 @@ The representations are stored as well. They are drawn after the run (FedU2, Fig
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import mean
@@ -87,8 +87,7 @@ class CollapseMonitor:
         seed: int,
     ) -> None:
         self._method, self._device = method, device
-        self._measured: dict[int, Measurement] = {}
-        self._diverged: list[str] = []  # models since the last report
+        self._measured: dict[int, Measurement | None] = {}  # by client, since the last report; None: it has diverged
         self._mean, self._std = data.mean, data.std
         federated = load_federated(data)
         generator = torch_generator(seed, "diagnose")
@@ -120,19 +119,23 @@ class CollapseMonitor:
     def observe(self, client: int, layers: Layers) -> None:
         """Measure a client's model, unless some of its layers are missing."""
         if layers.keys() >= self._needed():
-            measured = self._measure(layers)
-            if measured:
-                self._measured[client] = measured
-            else:
-                self._diverged.append(f"client {client}")
+            self._measured[client] = self._measure(layers)
 
-    def finish(self, models: Mapping[str, Layers]) -> CollapseReport | None:
-        """Measure the global models, and return them with the clients since the last call; None if none is finite."""
-        clients, self._measured = self._measured, {}
+    def finish(self, models: Mapping[str, Layers], *, used: Collection[int]) -> CollapseReport | None:
+        """Measure the global models, and return them with the ``used`` clients since the last call.
+
+        Return None if no global model is finite. Other clients are those of an attempt that was repeated.
+        """
+        observed = {client: measured for client, measured in self._measured.items() if client in used}
+        clients = {client: measured for client, measured in observed.items() if measured is not None}
+        self._measured = {}
         names = {name: "global model" if name == GLOBAL else f"model {name}" for name in models}
         measured = {name: self._measure(layers) for name, layers in models.items()}
         healthy = {name: measurement for name, measurement in measured.items() if measurement is not None}
-        self._warn_of_divergence([f"the {names[name]}" for name in models if name not in healthy])
+        _warn_of_divergence(
+            [*(f"client {client}" for client in observed if client not in clients)]
+            + [f"the {names[name]}" for name in models if name not in healthy]
+        )
         if not healthy:
             return None
         diagnostics = {name: self._diagnose(models[name]) for name in healthy}
@@ -176,14 +179,6 @@ class CollapseMonitor:
                 return network.diagnose(method_inputs(network, views, None, generator))
 
         return retry_in_chunks(diagnose, device=self._device, what="failures are diagnosed")
-
-    def _warn_of_divergence(self, models: Sequence[str]) -> None:
-        names, self._diverged = [*self._diverged, *models], []
-        if names:
-            log.warning(
-                "%s: representations are NaN or infinite, so the training has diverged; lower optimizer.lr",
-                ", ".join(names),
-            )
 
     def _measure(self, layers: Layers) -> Measurement | None:
         """Measure one model; return None if a metric is not finite."""
@@ -249,3 +244,11 @@ def _name(row: Mapping[str, Any]) -> str:
     if row["client"] is not None:
         return f"client {row['client']}"
     return "the global model" if row["model"] == GLOBAL else f"model {row['model']}"
+
+
+def _warn_of_divergence(models: Sequence[str]) -> None:
+    if models:
+        log.warning(
+            "%s: representations are NaN or infinite, so the training has diverged; lower optimizer.lr",
+            ", ".join(models),
+        )

@@ -15,5 +15,5 @@ def failures_after(folder: Path, rounds: int, *overrides: str) -> tuple[str, ...
     federation = Federation(folder, *SHORT, *overrides)
     layers = federation.run(rounds)
     monitor = federation.components.monitor
-    report = monitor.finish({GLOBAL: layers})
+    report = monitor.finish({GLOBAL: layers}, used=())
     return report.failures

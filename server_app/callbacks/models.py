@@ -88,7 +88,8 @@ class Collapse(Callback):
 
     def on_round_end(self, end: RoundEnd) -> None:
         if self.observes:
-            end.health = self._monitor.finish(end.models)
+            used = [row.client for row in end.result.clients]
+            end.health = self._monitor.finish(end.models, used=used)
 
 
 class CollapseReports(Callback):

@@ -249,7 +249,7 @@ def diagnosed(num_bytes: int | None) -> tuple[dict[str, float], list[str]]:
     monitor = CollapseMonitor(method, data=settings.data, num_images=64, augment=views, device=device, seed=0)
     layers = exchanged_layers(method)
     with logged() as lines, nullcontext() if num_bytes is None else limit(num_bytes):
-        report = monitor.finish({"global": layers})
+        report = monitor.finish({"global": layers}, used=())
     return {name: report.rows[0][name] for name in ("assignment_entropy", "prototype_entropy")}, lines
 
 

@@ -42,20 +42,34 @@ def test_models_are_measured_on_the_same_images():
     watch, layers = monitor("collapse_images=40")
     watch.observe(2, layers)
     watch.observe(0, collapsed(layers))
-    rows = watch.finish({GLOBAL: layers}).rows
+    rows = watch.finish({GLOBAL: layers}, used=[0, 2]).rows
     assert [row["client"] for row in rows] == [None, 2, 0]
     assert rows[1] | {"client": None, "model": GLOBAL} == rows[0]
     assert rows[2]["spread"] < 1e-6 < rows[0]["spread"]
-    assert [row["client"] for row in watch.finish({GLOBAL: layers}).rows] == [
+    assert [row["client"] for row in watch.finish({GLOBAL: layers}, used=[0, 2]).rows] == [
         None
     ]  # clients of an earlier round are gone
+
+
+def test_clients_of_a_repeated_attempt_are_left_out(caplog):
+    watch, layers = monitor("collapse_images=40")
+    huge = {name: array * np.float32(1e30) if name.endswith("weight") else array for name, array in layers.items()}
+    for client in (1, 2):
+        watch.observe(client, layers)
+    watch.observe(4, huge)
+    watch.observe(2, collapsed(layers))  # in the second attempt
+    report = watch.finish({GLOBAL: layers}, used=[2])
+    assert [row["client"] for row in report.rows] == [None, 2]
+    assert report.rows[1]["spread"] < 1e-6
+    assert report.representations.names.tolist() == ["global model", "client 2"]
+    assert "client 4" not in caplog.text
 
 
 def test_representations_of_test_images_are_kept():
     watch, layers = monitor("collapse_images=40", "method.projector.out_dim=5")
     watch.observe(2, layers)
     watch.observe(0, collapsed(layers))
-    kept = watch.finish({GLOBAL: layers}).representations
+    kept = watch.finish({GLOBAL: layers}, used=[0, 2]).representations
     assert kept.globals == 1
     assert kept.names.tolist() == ["global model", "client 2", "client 0"]
     assert kept.h.shape == (3, 40, 16)
@@ -81,8 +95,8 @@ def test_a_model_without_numbers_is_left_out_and_told(caplog):
     with caplog.at_level(logging.WARNING, logger="fedssl"):
         watch.observe(3, huge)
         watch.observe(5, huge)
-        assert len(watch.finish({GLOBAL: layers}).rows) == 1
-        assert watch.finish({GLOBAL: huge}) is None
+        assert len(watch.finish({GLOBAL: layers}, used=[3, 5]).rows) == 1
+        assert watch.finish({GLOBAL: huge}, used=[]) is None
     texts = [record.message.partition(",")[0] for record in caplog.records]
     assert texts == ["client 3", "the global model: representations are NaN or infinite"]
     assert caplog.records[0].message == (
@@ -109,7 +123,9 @@ def test_failure_modes_of_the_method_are_reported_for_global_models():
     watch, layers = monitor("collapse_images=20")
     watch._method.__class__ = Diagnosed
     watch.observe(2, collapsed(layers))
-    report = watch.finish({"a": layers, "b": {**layers, "projector.0.weight": 0 * layers["projector.0.weight"]}})
+    report = watch.finish(
+        {"a": layers, "b": {**layers, "projector.0.weight": 0 * layers["projector.0.weight"]}}, used=[2]
+    )
     assert report.failures == ("model b: the projector is zero; lower optimizer.lr (weight 0, below 0.001)",)
     assert [row.get("images") for row in report.rows] == [20.0, 20.0, None]
     assert summarize_health(report.rows)["global"]["images"] == 20
