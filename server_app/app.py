@@ -144,7 +144,7 @@ def execute(
             log_algorithm(components)
             is_deployment = components.context.is_deployment
             exchange = components.make_exchange(grid, fleet.register_activity if is_deployment else no_activity)
-            exchange.restore(state.in_flight)
+            exchange.restore(state.in_flight, settings=components.context.client_config)
             callbacks.on_run_start(state)
             TrainingLoop(exchange, components, state, callbacks, states, clients, fleet).run(end)
 

@@ -99,13 +99,15 @@ class ClientStates:
             self._sizes[client] = size
 
     def _choose(self, state: ServerState) -> set[int]:
-        """Return the clients to evict, and remove them from the sizes."""
+        """Return the clients to evict, and remove them from the sizes. Those that still train need their states."""
         assert self._sizes is not None
         evicted: set[int] = set()
         if self._max_bytes is None or self._total <= self._max_bytes:
             return evicted
         participants = state.last_participation
-        for client in sorted(self._sizes, key=lambda client: (participants.get(client, (0, ""))[0], client)):
+        training = {entry["client"] for entry in state.in_flight.get("messages", {}).values()}
+        evictable = self._sizes.keys() - training
+        for client in sorted(evictable, key=lambda client: (participants.get(client, (0, ""))[0], client)):
             if self._total <= self._max_bytes:
                 break
             self._total -= self._sizes.pop(client)

@@ -107,8 +107,8 @@ class Exchange:
         """Return what a checkpoint saves of the exchange. Messages to devices are not known to a new process."""
         return {}
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore a `snapshot`."""
+    def restore(self, saved: Mapping[str, Any], *, settings: str) -> None:
+        """Restore a `snapshot` of a run that now sends these settings, see `TrainPlan`; its folder may have moved."""
 
 
 def in_client_order(

@@ -31,7 +31,7 @@ from fedssl.flower_internals import content_from_bytes, content_to_bytes
 from fedssl.logs import log
 from fedssl.rules import Problem
 from fedssl.seeding import numpy_generator
-from fedssl.wire.messages import NO_REPLY
+from fedssl.wire.messages import CONFIG, NO_REPLY
 from fedssl.wire.records import restored_content
 from server_app.exchanges.base import Lost, Received, SentRound, in_client_order
 from server_app.exchanges.wall_clock import WallClockExchange
@@ -308,11 +308,13 @@ class VirtualTimeExchange(WallClockExchange):
             },
         }
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
+    def restore(self, saved: Mapping[str, Any], *, settings: str) -> None:
         if not saved:
             return
         serialized = {key: data.tobytes() for key, data in saved["contents"].items()}
         contents = {key: restored_content(content_from_bytes(data)) for key, data in serialized.items()}
+        for content in contents.values():
+            content.config_records[CONFIG]["settings"] = settings
         self._clock = self._recorded = saved["clock"]
         for node, entry in saved["messages"].items():
             message = Message(

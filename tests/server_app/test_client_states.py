@@ -63,6 +63,19 @@ def test_the_least_recently_used_are_evicted(tmp_path):
     assert metrics["evicted_states"] == 0
 
 
+def test_a_client_that_still_trains_keeps_its_state(tmp_path):
+    """Its plan of an earlier round does not name it among the evicted clients."""
+    size = save(tmp_path, 3, 1)
+    for client in (2, 1):
+        save(tmp_path, client, client)
+    states, messages = ClientStates(tmp_path, size), {"9": {"client": 3}}
+    state = replace(after(2, {3: 1, 2: 2, 1: 1}), in_flight={"messages": messages})
+    state, _ = end_round(states, state, [2], oldest_resumable=0)
+    assert state.evicted == {1: 2, 2: 2}
+    state, _ = end_round(states, replace(after(3, {3: 1}), evicted=state.evicted), [], oldest_resumable=0)
+    assert state.evicted == {1: 2, 2: 2}
+
+
 def test_a_resumed_run_measures_the_same(tmp_path):
     size = save(tmp_path, 0, 1)
     save(tmp_path / "clients" / "0000" / "0", 0, 1)  # a subfolder of the client

@@ -218,7 +218,9 @@ def test_a_snapshot_restores_clock_and_messages():
         runs[0].round()
     saved = runs[0].exchange.snapshot()
     _check_in_flight(saved)
-    runs[1].exchange.restore(saved)
+    moved = "x" * len(runs[1].federation.context.client_config)  # settings with another folder
+    runs[1].exchange.restore(saved, settings=moved)
+    assert {entry.message.content["config"]["settings"] for entry in runs[1].exchange._held.values()} == {moved}
     runs[1].state = runs[0].state
     for _ in range(9):
         reports = [run.round() for run in runs]
