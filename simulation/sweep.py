@@ -19,7 +19,7 @@ from fedssl.config.compose import RESULT_KEYS, RESUMABLE_KEYS, hydra_value, vali
 from fedssl.config.literal import literal_values, user_path
 from fedssl.config.load import IMAGES_FILE, compose, load_settings
 from fedssl.config.overrides import by_key, key_and_group, parse, quote_value, to_text
-from fedssl.config.saved_run import check_saved_overrides, points_outside
+from fedssl.config.saved_run import check_directory, check_saved_overrides, points_outside
 from fedssl.config.settings import Settings
 from fedssl.config.targets import SEARCHPATH_KEY
 from fedssl.errors import InputError, RunError, sanitize
@@ -137,11 +137,15 @@ def sweep_lock(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SweepState:
-    """The content of `STATE_FILE`: overrides of the sweep, those of its jobs by number, and `SAVED_OPTIONS`."""
+    """The content of `STATE_FILE`: overrides of the sweep, those of its jobs by number, and `SAVED_OPTIONS`.
+
+    ``directory`` is the working directory in which it was started, to which paths may be relative.
+    """
 
     overrides: list[str]
     jobs: dict[str, list[str]]
     options: dict[str, Any]
+    directory: str
 
     def jobs_in(self, folder: Path) -> list[Job]:
         """Return the jobs of the sweep in a folder."""
@@ -156,7 +160,7 @@ class SweepState:
     def save(self, folder: Path) -> None:
         """Write the file into the folder of the sweep."""
         options = [f"sweep.{name}={to_text(value)}" for name, value in self.options.items()]
-        content = {"overrides": self.overrides, "jobs": self.jobs, "options": options}
+        content = {"overrides": self.overrides, "jobs": self.jobs, "options": options, "directory": self.directory}
         text = "# To change a sweep, give overrides: fedssl -m resume=FOLDER key=value. An edited file is refused.\n"
         text += yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         # An edited job would count as finished with the results of other settings.
@@ -175,6 +179,7 @@ def plan_jobs(folder: Path, overrides: Sequence[str], options: Mapping[str, Any]
     given.pop(FOLDER_KEY, None)
     earlier = _read_state(folder / STATE_FILE)
     inherited = not_in(earlier.overrides, given.values())
+    check_directory(inherited, folder / STATE_FILE, directory=earlier.directory)
     merged = [*inherited, *given.values()]
     swept = {override.key_or_group for override in parse(merged) if override.is_sweep_override()}
     kept = [override for override in inherited if not key_and_group(override) & swept]
@@ -202,7 +207,7 @@ def plan_jobs(folder: Path, overrides: Sequence[str], options: Mapping[str, Any]
         if (folder / name).exists():
             raise InputError(f"{folder / name} exists but is no job of this sweep; set another {FOLDER_KEY} or move it")
     validate_names(merged)
-    return SweepState(merged, jobs, options)
+    return SweepState(merged, jobs, options, str(Path.cwd()))
 
 
 def _have_moved(jobs: Sequence[Job], current: Sequence[str]) -> bool:
@@ -227,6 +232,7 @@ def _read_state(file: Path) -> SweepState:
     lists: list[Any] = [overrides, options, *jobs.values()] if isinstance(jobs, dict) else [None]
     if not all(isinstance(each, list) and all(isinstance(text, str) for text in each) for each in lists):
         raise corrupt_file_error(file, "it has no lists of overrides")
+    directory = saved.get("directory", str(Path.cwd()))
     if list(jobs) != [str(number) for number in range(len(jobs))]:
         raise corrupt_file_error(file, "the jobs are not numbered from 0")
     if any(by_key(each).keys() & OWN_KEYS for each in lists):
@@ -236,7 +242,7 @@ def _read_state(file: Path) -> SweepState:
     if others or values.keys() - SAVED_OPTIONS:
         raise corrupt_file_error(file, f"its options are not {', '.join(sorted(SAVED_OPTIONS))}")
     jobs = {name: literal_values(job) for name, job in jobs.items()}  # as on the command line
-    return SweepState(literal_values(overrides, sweep=True), jobs, values)
+    return SweepState(literal_values(overrides, sweep=True), jobs, values, directory)
 
 
 def _identity(overrides: Iterable[str], free: Set[str]) -> frozenset[str]:

@@ -13,8 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from fedssl.atomic_files import write_text
 from fedssl.config.compose import resolve_config
+from fedssl.config.constraints import constraint_of
 from fedssl.config.hydra_internals import Override
-from fedssl.config.literal import shell_command
+from fedssl.config.literal import shell_command, user_path
 from fedssl.config.overrides import check_run_id, config_groups, parse, quote_value
 from fedssl.config.settings import RecordingSettings
 from fedssl.errors import InputError, sanitize
@@ -84,6 +85,22 @@ def points_outside(text: str, file: Path) -> bool:
         return _value_points_outside(override, override.value())
     except (InputError, ValueError, RecursionError) as error:
         raise corrupt_file_error(file, " ".join(sanitize(error).split())[:300]) from error
+
+
+def check_directory(overrides: Sequence[str], file: Path, *, directory: str) -> None:
+    """Refuse relative paths among the overrides of ``file``, given in ``directory``, in another working directory."""
+    for override in parse(overrides) if directory != str(Path.cwd()) else ():
+        constraint = constraint_of(override.key_or_group)
+        if constraint is None or constraint.kind is not Path:
+            continue
+        paths = [str(override.value())]
+        if override.is_sweep_override():
+            paths = [text.strip("'\"") for text in override.sweep_string_iterator()]
+        if any(value not in ("auto", "None") and not user_path(value).is_absolute() for value in paths):
+            raise InputError(
+                f"{override.input_line} in {file} is relative to {directory}, where the sweep was started; resume it "
+                f"there, or add {override.key_or_group}=FILE_OR_FOLDER"
+            )
 
 
 def _value_points_outside(override: Override, value: Any) -> bool:

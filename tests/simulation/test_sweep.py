@@ -222,6 +222,24 @@ class TestResume:
         assert read_summary(jobs[0].folder)["reason"] == "no images"
         assert waiting_jobs(jobs, retry=False) == jobs[1:]
 
+    def test_relative_paths_are_those_of_the_first_directory(self, tmp_path, monkeypatch):
+        first = tmp_path / "first"
+        first.mkdir()
+        monkeypatch.chdir(first)
+        plan_jobs(tmp_path / "sweep", ["dataset=folder", "dataset.path=images", "seed=0,1"])
+        plan_jobs(tmp_path / "all", ["dataset=folder", f"dataset.path={first}/a,{first}/b", "dataset.cache=auto"])
+        assert len(plan_jobs(tmp_path / "sweep", ["seed=2"])) == 3
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(
+            InputError, match=rf"dataset.path=\S*images\S* in .* is relative to {first}.* resume it there"
+        ):
+            plan_jobs(tmp_path / "sweep", [])
+        assert len(plan_jobs(tmp_path / "all", [])) == 2
+        assert (
+            len(plan_jobs(tmp_path / "sweep", [f"dataset.path={first}/images"])) == 4
+        )  # with seed=2, of other images as it seems
+        assert len(plan_jobs(tmp_path / "sweep", [])) == 4
+
     def test_images_may_move_before_a_sweep_is_resumed(self, tmp_path, monkeypatch):
         images, folder = write_images(tmp_path / "images", 24), tmp_path / "sweep"
         words = [*SMALL, *UNTESTED, "dataset=folder", "dataset.size=8", "dataset.splits.test=null", "seed=0,1,2"]
