@@ -51,7 +51,7 @@ class RunFolder:
         self.path, self.checkpoints = settings.folder, settings.folder / "checkpoints"
         self._settings, self._rounds = settings, rounds
         self.base: dict[str, Any] = {}  # digest and bytes of the base layers
-        self.recoveries: list[str] = []  # damage after which the run resumed from an earlier checkpoint
+        self.recoveries: list[str] = []  # why results may differ from those of an uninterrupted run
         self.lines = {name: LineFile(self.path / name) for name in JSONL_FILES}
         self._make_folder()
 
@@ -104,12 +104,25 @@ class RunFolder:
             state = ServerState(models=ClientModels(self.path, {}) if models_per_client else {})
         else:
             state = self.restore(schema_of(components))
+            self._record_new_rounds(components, done=state.round)
             restore_teacher(components.method, state)
         if components.client_data:
             self.write_partition(components.client_data)
         store_initial_weights(settings, self.path)  # before the settings, with which the run can be resumed
         self._save_settings(settings.recording)
         return state
+
+    def _record_new_rounds(self, components: RunComponents, *, done: int) -> None:
+        """Record that the rounds ``done`` depend on another number of rounds than that of the resumed run, and warn."""
+        before, now = self._settings.resumed, self._rounds
+        factor = components.context.lr_factor
+        follows = components.method.follows_rounds or any(factor(round) != 1 for round in range(1, now + 1))
+        if done and before != now and follows:
+            line = (
+                f"rounds 1 to {done} were those of rounds={before}, on which the learning rate or the method depends: "
+            )
+            self.recoveries.append(f"{line}results differ from those of a run with rounds={now} from the start")
+            log.warning(self.recoveries[-1])
 
     def _save_settings(self, settings: RecordingSettings) -> None:
         saved = read_settings(self.path / "config.yaml")

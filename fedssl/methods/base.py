@@ -85,6 +85,7 @@ class SSLMethod(nn.Module):
     masks_patches: bool = False
     # Parts besides the encoder that the loss also uses in eval mode, with the downloaded running statistics.
     parts_in_eval_mode: tuple[str, ...] = ()
+    follows_rounds: bool = False  # whether training in a round depends on the number of rounds
     reordering: str = ""  # setting that lets `end_round` exchange rows of weights; empty: none does
     # Parts whose ``forward`` `loss` calls on the whole global views, in their order, so that a regularizer can use
     # their outputs.

@@ -77,6 +77,7 @@ class FedSC(ProjectorMethod):
     """
 
     min_batch_size = 3
+    follows_rounds = True
     uploaded_parts = (OWN, OWN_ROUND)
     broadcast_parts = (MEAN, CLIENTS, MEAN_ROUND)
     _alpha: Tensor

@@ -35,6 +35,7 @@ class EMAMethod(SSLMethod):
         super().__init__()
         self.encoder = encoder
         self.ema_decay, self.ema_schedule = ema_decay, ema_schedule
+        self.follows_rounds = ema_schedule != "constant"
         self._followed: list[str] = []
         self.target_init = target_init
 

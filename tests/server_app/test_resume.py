@@ -14,7 +14,7 @@ from tests.cases import some
 from tests.devices import write_images
 from tests.methods import overrides_of, save_teacher
 from tests.resuming import repeat_from
-from tests.runs import SMALL, UNTESTED
+from tests.runs import SMALL, UNTESTED, read_summary
 from tests.test_digests import BASE, line_digests, model_digests, state_digests
 
 HEAD = ["method.projector.hidden_dim=16", "method.projector.out_dim=8"]
@@ -69,3 +69,28 @@ def test_images_may_move_before_a_run_is_resumed(tmp_path: Path) -> None:
     forget_images()
     with pytest.raises(InputError, match=r"the clients' images are in 24 files.*; restore the files, or start a new"):
         run([f"resume={again}", "rounds=3"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "follows"),
+    [
+        ([], False),
+        (["lr_schedule=cosine"], True),
+        (["method=fedsc", *HEAD], True),
+        (["method=byol"], False),
+    ],
+)
+def test_rounds_that_follow_an_earlier_end_are_recorded(overrides, follows, tmp_path, capfd):
+    folder = tmp_path / "run"
+    run([*BASE, "rounds=2", *overrides, f"output_dir={folder}"])
+    run([f"resume={folder}", "rounds=3"])
+    run([f"resume={folder}", "rounds=4"])
+    lines = [line for line in read_summary(folder)["recoveries"] if "results differ from those" in line]
+    expected = [
+        f"rounds 1 to {done} were those of rounds={done}, on which the learning rate or the method depends: results "
+        f"differ from those of a run with rounds={done + 1} from the start"
+        for done in (2, 3)
+    ]
+    assert lines == (expected if follows else [])
+    printed = " ".join("".join(capfd.readouterr()).split())
+    assert all(line in printed for line in lines)
