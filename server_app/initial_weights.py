@@ -14,12 +14,13 @@ from fedssl.config.load import with_values
 from fedssl.config.overrides import parse
 from fedssl.config.saved_run import INITIAL_ENCODER_FILE
 from fedssl.config.settings import Settings
+from fedssl.datasets.raster import PIXELS, adopt_pixels
 from fedssl.errors import InputError
 from fedssl.export import load_weights
 from fedssl.logs import log
 from fedssl.methods.base import TEACHER, SSLMethod
 from fedssl.model_arrays import load_layers, part_name
-from fedssl.pretrained.loading import initial_statistics, load_pretrained, store_initial_encoder
+from fedssl.pretrained.loading import initial_pixels, initial_statistics, load_pretrained, store_initial_encoder
 from fedssl.rules import Problem
 from strategies.rules import RunParts
 from strategies.types import ServerState
@@ -79,15 +80,28 @@ def load_teacher(method: SSLMethod, settings: Settings) -> None:
         log.info("teacher=%s does not exist; the checkpoint has its weights", file)
         return
     metadata = load_weights(file, method.get_submodule(TEACHER))
+    own = settings.model.encoder.values
+    if "teacher_encoder" not in settings.model.method.values:  # the teacher has the architecture of the encoder
+        unequal = [
+            f"encoder.{key}={own[key]} (there {metadata['encoder'][key]})"
+            for key in own.keys() & metadata["encoder"].keys() - {"channels", "size", "weights"}
+            if own[key] != metadata["encoder"][key]
+        ]
+        if unequal:
+            raise InputError(
+                f"teacher={file} holds another encoder than this run's: {', '.join(sorted(unequal))}; give one with "
+                "the same settings of encoder"
+            )
     channels = len(metadata["mean"])
     if data.channels not in (1, channels):
         raise InputError(
             f"the teacher of {file} was trained on images with {channels} channel(s) but dataset.channels="
             f"{data.channels}; set dataset.channels={channels}, or give another teacher"
         )
-    here = {"size": data.size, "mean": list(data.mean), "std": list(data.std)}
+    here = {"size": data.size, "mean": list(data.mean), "std": list(data.std)} if method.teacher_sees_views else {}
+    here |= {key: data.reader.values[key] for key in PIXELS.keys() & data.reader.values.keys()}
     others = [f"dataset.{key}={here[key]} (there {metadata[key]})" for key in here if here[key] != metadata[key]]
-    if others and method.teacher_sees_views:
+    if others:
         log.warning("the teacher of %s was trained with other preprocessing: %s", file, ", ".join(others))
 
 
@@ -96,7 +110,7 @@ RUN_RULES = (teacher_is_used,)
 
 
 def adopt_statistics(settings: Settings) -> Settings:
-    """Return settings of a new run with the source's mean and standard deviation, except those that were overridden."""
+    """Return settings of a new run with the source's mean, standard deviation and pixels, except overridden ones."""
     source, data, recording = settings.model.weights, settings.data, settings.recording
     if source is None or recording.resumed is not None:
         return settings
@@ -109,15 +123,14 @@ def adopt_statistics(settings: Settings) -> Settings:
         )
         return settings
     explicit = {override.key_or_group for override in parse(recording.overrides)}
-    adopted = {
-        key: list(values)
-        for key, values in zip(("mean", "std"), statistics, strict=True)
-        if f"dataset.{key}" not in explicit
-    }
+    adopted = {key: list(values) for key, values in statistics.items() if f"dataset.{key}" not in explicit}
+    given = {key.removeprefix("dataset.") for key in explicit}
+    reader, pixels = data.reader.values, adopt_pixels(data.reader.values, initial_pixels(source), keep=given)
+    adopted |= {key: value for key, value in pixels.items() if value != reader[key]}
     log.info(
         "statistics of the images of encoder.weights=%s: %s",
         source,
-        " ".join(f"dataset.{key}={values}" for key, values in adopted.items()) or "none, both are overridden",
+        " ".join(f"dataset.{key}={values}" for key, values in adopted.items()) or "none, all are overridden",
     )
     config = recording.config
     views = {key: value for key, value in adopted.items() if key in config.augmentation}

@@ -164,7 +164,10 @@ def _reason(error: Exception, max_chars: int) -> str:
 
 
 def load_weights(path: str | Path, encoder: nn.Module) -> Mapping[str, Any]:
-    """Load the weights of an encoder's file into an existing encoder; return its ``size``, ``mean`` and ``std``."""
+    """Load the weights of an encoder's file into an existing encoder.
+
+    Return the file's ``encoder`` settings, ``size``, ``mean`` and ``std``, and the settings of its pixels.
+    """
     content = read_content(Path(path))
     try:
         _load(encoder, content)
@@ -173,7 +176,9 @@ def load_weights(path: str | Path, encoder: nn.Module) -> Mapping[str, Any]:
             f"{path} holds another encoder than this run's ({_reason(error, 300)}); give one with the same settings of "
             "encoder"
         ) from error
-    return {"size": content["encoder"]["size"], "mean": content["mean"], "std": content["std"]}
+    settings = content["encoder"]
+    about = {"encoder": settings, "size": settings["size"], "mean": content["mean"], "std": content["std"]}
+    return about | pixel_settings(content["metadata"])
 
 
 def describe_encoder(path: str | Path) -> dict[str, Any]:

@@ -49,7 +49,11 @@ class Preprocess:
         """
         if isinstance(images, list | tuple) and images:
             return torch.cat([self(image) for image in images])
-        pixels = fit_tensor(self._unit_values(images), self.size)
+        return self.standardized(self._unit_values(images))
+
+    def standardized(self, images: Tensor) -> Tensor:
+        """Fit and standardize float32 images in [0, 1], ``(batch, channels, height, width)``."""
+        pixels = fit_tensor(images, self.size)
         mean, std = (pixels.new_tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
         return (pixels - mean) / std
 

@@ -84,7 +84,8 @@ class WithPreprocessing(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return representations ``(batch, feature_dim)``."""
         low, high = self.limits
-        pixels = images.float() / 255 if images.dtype == torch.uint8 else ((images - low) / (high - low)).clamp(0, 1)
+        is_stored = images.dtype == torch.uint8
+        pixels = images.float() / 255 if is_stored else ((images - low) / (high - low)).nan_to_num(0).clamp(0, 1)
         h: Tensor = self.encoder((pixels - self.mean) / self.std)
         return h
 

@@ -25,6 +25,7 @@ import torch
 
 from fedssl.config.constraints import check_arguments
 from fedssl.datasets.cache import MIN_SECONDS_TO_CACHE, cache_folder
+from fedssl.datasets.raster import unit_values
 from fedssl.datasets.storage import cache_error
 from fedssl.digests import identity, new_identity
 from fedssl.errors import InputError
@@ -91,7 +92,7 @@ def cluster_images(
             features = pixel_features(images) if encoder is None else encoder_features(images, encoder)
         return k_means(whitened(features, components=components), clusters=clusters, seed=seed)
 
-    settings = (clusters, components, seed, encoder and identity(_bytes_of(encoder)))
+    settings = (clusters, components, seed, encoder and ("stored pixels", identity(_bytes_of(encoder))))
     return _cached(images, settings, make)
 
 
@@ -110,7 +111,7 @@ def encoder_features(images: ImageSubset, path: str) -> np.ndarray:
             f"{channels}; choose an encoder for {channels} channels, or null for pixels"
         )
     with torch.no_grad():
-        features = _in_chunks(images, lambda chunk: encoder(encoder.preprocess(chunk)))
+        features = _in_chunks(images, lambda chunk: encoder(encoder.preprocess.standardized(unit_values(chunk))))
     if not np.isfinite(features).all():
         raise InputError(f"partition.encoder={path} gives features that are NaN or infinite; choose another encoder")
     return features

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from fedssl.datasets.raster import pixel_settings
 from fedssl.errors import InputError, sanitize
 from fedssl.export.weights import read_metadata
 from fedssl.safe_io import MAX_TENSORS_BYTES, read_tensors
@@ -23,6 +24,8 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]
     mean: tuple[float, ...] | None = None  # per channel, of pixels in [0, 1]
     std: tuple[float, ...] | None = None
+    # Settings of the pixels of these images, see `fedssl.datasets.raster.PixelSettings`; empty if unknown.
+    pixels: Mapping[str, Any] = field(default_factory=dict)
     heads: int | None = None  # of attention, if a file of this project states it
 
 
@@ -52,7 +55,14 @@ def read_checkpoint(file: Path) -> Checkpoint:
     mean, std = (_statistics(metadata.get(key)) for key in ("mean", "std"))
     arguments = metadata.get("encoder")
     heads = arguments.get("heads") if isinstance(arguments, dict) else None
-    return Checkpoint(tensors=tensors, mean=mean, std=std, heads=heads if isinstance(heads, int) else None)
+    about = metadata.get("metadata")
+    return Checkpoint(
+        tensors=tensors,
+        mean=mean,
+        std=std,
+        pixels=pixel_settings(about) if isinstance(about, dict) else {},
+        heads=heads if isinstance(heads, int) else None,
+    )
 
 
 def _read(file: Path) -> tuple[Any, Mapping[str, Any]]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,8 +123,8 @@ def _check_heads(encoder: Encoder, match: Match, stated: int | None, *, source: 
         )
 
 
-def initial_statistics(source: str, *, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """Return mean and standard deviation of the images that the source was trained on, one number for each channel.
+def initial_statistics(source: str, *, channels: int) -> dict[str, tuple[float, ...]] | None:
+    """Return ``mean`` and ``std`` of the images that the source was trained on, one number for each channel.
 
     None if they are unknown. For another number of channels, all channels have the mean over the source's.
     """
@@ -133,7 +134,12 @@ def initial_statistics(source: str, *, channels: int) -> tuple[tuple[float, ...]
         mean, std = (known[0],), (known[1],)
     if mean is None or std is None:
         return None
-    return statistic_of_channels(mean, channels), statistic_of_channels(std, channels)
+    return {"mean": statistic_of_channels(mean, channels), "std": statistic_of_channels(std, channels)}
+
+
+def initial_pixels(source: str) -> Mapping[str, Any]:
+    """Return the settings of the pixels that the source was trained on, see `PixelSettings`; empty if unknown."""
+    return _read_once(source).pixels
 
 
 def store_initial_encoder(encoder: Encoder, file: Path) -> None:

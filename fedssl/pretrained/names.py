@@ -125,9 +125,13 @@ LAYOUTS: tuple[tuple[str, Sequence[tuple[str, str]] | None], ...] = (
 
 
 def known_statistics(names: Collection[str]) -> tuple[float, float] | None:
-    """Return mean and standard deviation of all channels if the names identify them, as for EfficientNet-PyTorch."""
+    """Return mean and standard deviation of all channels if the names identify them, as of EfficientNet-Lite.
+
+    It alone has no squeeze and excitation. Others with the names of EfficientNet-PyTorch may have either statistics.
+    """
     is_efficientnet = any(name.endswith("_blocks.0._depthwise_conv.weight") for name in names)
-    return (0.5, 0.5) if is_efficientnet else None  # as in the TensorFlow models from which it was converted
+    is_lite = is_efficientnet and not any("._se_reduce." in name for name in names)
+    return (0.5, 0.5) if is_lite else None
 
 
 def match_names(names: Collection[str], encoder_names: Collection[str]) -> Match | None:

@@ -11,6 +11,7 @@ import torch
 from fedssl.config.device_task import compose_task, make_task
 from fedssl.config.load import compose, load_settings, parse_client_config
 from fedssl.config.saved_run import INITIAL_ENCODER_FILE
+from fedssl.datasets.raster import pixel_metadata
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError, RequestRefused
 from fedssl.evaluation.cli import run as evaluate
@@ -164,6 +165,29 @@ def test_overridden_statistics_take_precedence(source, overrides, mean, std, cap
     assert (tuple(views.mean), tuple(views.std)) == (mean, std)
     (line,) = caplog.messages
     assert ("dataset.mean=[0.4]" in line, "dataset.std=[0.2]" in line) == (mean == (0.4,), std == (0.2,))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "window", "percentiles"),
+    [
+        ([], [0, 4095], None),
+        (["dataset.window=[0,255]"], [0, 255], None),
+        (["dataset.percentiles=[1,99]"], None, [1, 99]),
+    ],
+)
+def test_statistics_come_with_the_pixels_they_are_of(source, overrides, window, percentiles, caplog):
+    """Means of pixels in a window are not those of other pixels."""
+    about = pixel_metadata({"window": [0, 4095], "dtype": "uint16"})
+    encoder = conv_small(channels=1, size=8, width=4)
+    save_encoder(source, encoder, settings=SETTINGS, mean=[0.4], std=[0.2], metadata=about)
+    words = ["dataset=folder", "dataset.path=none", "dataset.channels=1", "dataset.size=8", "encoder.width=4"]
+    with caplog.at_level(logging.INFO, logger="fedssl"):
+        settings = adopt_statistics(compose([*words, f"encoder.weights={source}", *overrides]))
+    reader = settings.data.reader.values
+    assert (reader["window"], reader["percentiles"], reader["dtype"]) == (window, percentiles, "uint16")
+    assert ("dataset.window=[0, 4095]" in caplog.text) == (not overrides)
+    values = make_task(settings).values
+    assert (values["dataset.window"], values["dataset.dtype"]) == (window, "uint16")
 
 
 def test_a_source_that_has_changed_is_read_again(source):

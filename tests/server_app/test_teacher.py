@@ -1,14 +1,16 @@
 """The teacher's file: read into the method, or refused in one sentence before any work."""
 
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fedssl.config.load import compose
+from fedssl.datasets.raster import pixel_metadata
 from fedssl.errors import InputError
-from fedssl.export import save_encoder
+from fedssl.export import read_content, save_encoder
 from fedssl.methods.base import build_method
 from fedssl.rules import check_rules
 from server_app.build import make_lr_schedule
@@ -57,6 +59,35 @@ def test_other_images_are_told(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         give(f"teacher={file}", "dataset.mean=[0.5]")
     assert "trained with other preprocessing: dataset.mean=[0.5] (there [0.25])" in caplog.text
+
+
+@pytest.mark.parametrize("words", [WORDS, ["method=distillation", "encoder.width=4"]], ids=["fedca", "distillation"])
+def test_other_pixels_are_told(words, tmp_path, caplog):
+    file, encoder = save(tmp_path)
+    content = read_content(file)
+    about = pixel_metadata({"window": [0, 4095]})
+    save_encoder(file, encoder, settings=content["encoder"], mean=[0.25], std=[0.25], metadata=about)
+    data = ["dataset=folder", "dataset.path=none", "dataset.channels=1", "dataset.size=8"]
+    settings = compose([*words, *data, f"teacher={file}"])
+    with caplog.at_level(logging.WARNING):
+        load_teacher(build_method(settings.model), settings)
+    assert "dataset.window=None (there [0, 4095])" in caplog.text
+
+
+def test_other_attention_heads_are_refused(tmp_path):
+    """No tensor depends on their number, but the outputs do."""
+    vit = ["encoder=vit_tiny", "encoder.patch=4", "encoder.depth=1", "encoder.width=24"]
+    settings = compose([*vit, "encoder.heads=3"])
+    file, encoder = tmp_path / "vit.pt", build_method(settings.model).encoder
+    save_encoder(file, encoder, settings=settings.model.encoder.values, mean=[0.5], std=[0.5], metadata={})
+    words = ["method=fedca", "method.alignment_weight=0.1", *vit]
+    for heads, error in (
+        (3, nullcontext()),
+        (6, pytest.raises(InputError, match=r"encoder\.heads=6 \(there 3\); give")),
+    ):
+        settings = compose([*words, f"encoder.heads={heads}", f"teacher={file}"])
+        with error:
+            load_teacher(build_method(settings.model), settings)
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,8 @@ def test_an_encoder_with_a_window_takes_the_values_of_files(form: str, tmp_path:
     target = tmp_path / f"exported{FORMATS[form].ending}"
     assert export(source, form, target) <= formats.TOLERANCE
     values = torch.randint(-1000, 3001, (3, 3, 16, 16), generator=torch.Generator().manual_seed(0)).float()
+    if form != "huggingface":  # whose processor computes with what it gets
+        values[0, :, :4] = torch.nan  # black, as in the encoder
     if form == "onnx":
         found = run_onnx(target, values)
     elif form == "torch_export":

@@ -12,9 +12,10 @@ from threadpoolctl import threadpool_limits
 from fedssl.config.load import compose
 from fedssl.datasets.base import ImageData
 from fedssl.datasets.images import TensorImages
+from fedssl.datasets.raster import pixel_metadata
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
-from fedssl.export import load_encoder, save_encoder
+from fedssl.export import load_encoder, read_content, save_encoder
 from fedssl.partition import (
     ImageSubset,
     PartitionInput,
@@ -124,6 +125,19 @@ def test_a_user_encoder(encoder: str) -> None:
         expected = model(model.preprocess(images.source[:]))
     assert np.abs(encoder_features(images, encoder) - expected.numpy()).max() < 1e-6
     assert same_groups(result(images, encoder=encoder), KIND)
+
+
+def test_stored_pixels_are_not_scaled_by_the_window_again(encoder: str, tmp_path: Path) -> None:
+    """The pixels of a window are stored as uint16 with the maximum 65,535; 257 times a byte is the same share of it."""
+    content = read_content(Path(encoder))
+    model, file = load_encoder(encoder), tmp_path / "window.pt"
+    about = pixel_metadata({"window": [0, 4095]})
+    save_encoder(file, model, settings=content["encoder"], mean=model.mean, std=model.std, metadata=about)
+    images = images_of()
+    wide = ImageSubset(TensorImages((images.source[:].int() * 257).to(torch.uint16)), torch.arange(len(images)))
+    expected = encoder_features(images, encoder)
+    assert np.abs(encoder_features(wide, str(file)) - expected).max() < 1e-5
+    assert np.abs(expected).max() > 0.05
 
 
 def test_slow_results_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
