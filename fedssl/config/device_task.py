@@ -25,7 +25,7 @@ from fedssl.plain_values import flatten, plain_values
 GROUPS = ("augmentation", "encoder", "tuning", "method", "regularizer", "schedule", "optimizer", "strategy")
 ALLOWED_KEYS = ("run_id", "seed", "rounds", "local_epochs", "batch_size", "clip_norm", "precision", "channels_last")
 # What a model needs.
-_DATA_KEYS = ("channels", "size", "mean", "std", "background", "window", "percentiles")
+_DATA_KEYS = ("channels", "size", "mean", "std", "background", "window", "percentiles", "dtype")
 DATA_KEYS = tuple(f"dataset.{key}" for key in _DATA_KEYS)
 MAPPING_KEYS = ("method.teacher_encoder",)  # settings whose value is a mapping with any keys
 REQUIRED_KEYS = ("run_id", "seed", "rounds", "dataset.size")
