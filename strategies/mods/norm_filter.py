@@ -1,5 +1,6 @@
 """Filter of updates by their norms: an update that moved much farther than the median of the round is not used."""
 
+import math
 import statistics
 from collections.abc import Mapping
 from typing import Any
@@ -33,12 +34,15 @@ def norm_outliers(norms_of: Mapping[int, tuple[float, ...]], *, factor: float) -
     the relative changes by client, see `NormFilter.measure`.
     """
     outliers: dict[int, str] = {}
+    if len(norms_of) < 3:
+        return outliers
     for what, norms in zip(UPDATE_PARTS, zip(*norms_of.values(), strict=True), strict=False):
         median = statistics.median(norms)
         for client, norm in zip(norms_of, norms, strict=True):
             if norm > factor * median:
+                ratio = norm / median if median else math.inf
                 reason = (
-                    f"its {what} moved {norm / median:.3g} times as far as the median of the round, of which "
+                    f"its {what} moved {ratio:.3g} times as far as the median of the round, of which "
                     f"{factor:g} times are plausible (aggregation.max_norm_ratio)"
                 )
                 outliers.setdefault(client, reason)
