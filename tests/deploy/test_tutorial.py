@@ -110,7 +110,7 @@ def adaptation(folder: Path) -> str:
     lines = commands.replace("\\\n", "").splitlines()
     assert len([line for line in lines if not line.startswith((" ", "done"))]) == NUM_COMMANDS
     script = adapted("\n".join((images, commands, use)), folder, port)
-    script = re.sub(r"^pip install .*$", "", script, flags=re.MULTILINE)  # this environment has both
+    script = re.sub(r"^uv pip install .*$", "", script, flags=re.MULTILINE)  # this environment has both
     server = f"--address 127.0.0.1:{port} --certificates keys/ca.crt"
     wait = f"until fedssl-fleet list {server} > /dev/null 2>&1; do sleep 1; done"
     script = script.replace("fedssl-fleet invite", f"{wait}\nfedssl-fleet invite --address 127.0.0.1:{port}")

@@ -1,6 +1,6 @@
 """Damaged run folders are used or rejected in one sentence, and no other file changes.
 
-Every kind of damage is drawn once, and with ``--heavy`` four times.
+One kind of damage is drawn, and with ``--heavy`` every kind four times.
 """
 
 import json
