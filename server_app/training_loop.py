@@ -23,6 +23,34 @@ from server_app.updates import RoundResult
 from strategies.types import ServerState
 
 
+def start_round(
+    exchange: Exchange,
+    federation: Federation,
+    state: ServerState,
+    *,
+    attempt: int,
+    oldest_resumable: int,
+    observers: Sequence[UpdateObserver] = (),
+) -> Round:
+    """Return an attempt at the round after ``state``, with clients that are online and not in flight."""
+    policy, awaited = federation.policy, exchange.in_flight(timeout=federation.settings.reply_timeout)
+    in_flight = {federation.clients[node] for node in awaited if policy.rebase and node in federation.clients}
+    offline = exchange.offline(
+        partial(federation.available_clients, in_flight),
+        needed=max(policy.min_updates - len(in_flight), 0),
+        wanted=federation.num_wanted(in_flight),
+    )
+    return Round(
+        federation,
+        state,
+        oldest_resumable=oldest_resumable,
+        attempt=attempt,
+        in_flight=in_flight,
+        offline=offline,
+        observers=observers,
+    )
+
+
 def run_round(
     exchange: Exchange,
     current_federation: Callable[[], Federation],
@@ -39,29 +67,17 @@ def run_round(
     attempt = 0
     while True:
         federation = current_federation()
-        policy, awaited = federation.policy, exchange.in_flight(timeout=federation.settings.reply_timeout)
-        in_flight = {federation.clients[node] for node in awaited if policy.rebase and node in federation.clients}
-        offline = exchange.offline(
-            partial(federation.available_clients, in_flight),
-            needed=max(policy.min_updates - len(in_flight), 0),
-            wanted=federation.num_wanted(in_flight),
-        )
-        attempted = Round(
-            federation,
-            state,
-            oldest_resumable=oldest_resumable,
-            attempt=attempt,
-            in_flight=in_flight,
-            offline=offline,
-            observers=observers,
+        max_retries = federation.policy.max_retries
+        attempted = start_round(
+            exchange, federation, state, attempt=attempt, oldest_resumable=oldest_resumable, observers=observers
         )
         try:
             return attempted.run(exchange)
         except TooFewUpdatesError as reason:
-            if attempt == policy.max_retries:
+            if attempt == max_retries:
                 raise
             attempt += 1
-            log.warning("%s; it is repeated with other clients (%d of %d)", reason, attempt, policy.max_retries)
+            log.warning("%s; it is repeated with other clients (%d of %d)", reason, attempt, max_retries)
 
 
 class TrainingLoop:

@@ -1,14 +1,12 @@
 """The cost of a run before it starts, for ``plan=true``: counted steps and bytes, and measured parts, multiplied.
 
-The plans of all rounds are built by the run's own code, from the untrained model. The size of a plan or an update
-depends on names, shapes and the number of a round, not on weights, so the bytes equal those of a run in which every
-client replies in every round. For every phase of the schedule one client of median size trains for some steps, one
-round of at most `MAX_UPDATES` clients is aggregated, and each evaluation runs once. Nothing is written into a run
-folder. A run in which clients fail, or that ends early, needs less.
+Steps and bytes of all rounds are counted, see `simulation.round_counts`. For every phase of the schedule one client of
+median size trains for some steps, one round of at most `MAX_UPDATES` clients is aggregated, and each evaluation runs
+once. Nothing is written into a run folder. A run in which clients fail, or that ends early, needs less.
 """
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -31,7 +29,6 @@ from fedssl.rules import check_rules
 from fedssl.schedule.phases import phase_at
 from fedssl.training import number_of_batches
 from fedssl.wire.messages import ClientUpdate, TrainPlan
-from fedssl.wire.records import content_bytes
 from server_app.build import RunComponents, build_run
 from server_app.client_models import ClientModels
 from server_app.exchanges.base import in_client_order
@@ -45,21 +42,11 @@ from simulation.resources import (
     check_local_cuda,
     fit_local_clients,
 )
+from simulation.round_counts import RoundCounts, count_batches, count_rounds
 from strategies.types import GLOBAL, ServerState
 
 MAX_STEPS = 20  # of a measured client
 MAX_UPDATES = 20  # updates that are aggregated; more take proportionally longer
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundCounts:
-    """Counts of one round, of all of its clients."""
-
-    clients: int
-    steps: int
-    bytes_down: int
-    bytes_up: int
-    models: int  # of the server after the round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +105,9 @@ def estimate_cost(overrides: Sequence[str]) -> CostEstimate:
         build = time.perf_counter() - start
         engine = choose_engine(settings)
         measured = measure(components, separate_workers=engine.engine == "ray")
+        return compose_cost(components, measured, engine, build=build, calibration=calibration)
     finally:
         log.disabled = False
-    return compose_cost(components, measured, engine, build=build, calibration=calibration)
 
 
 def check_settings(settings: Settings) -> None:
@@ -183,54 +170,6 @@ def compose_cost(
     )
 
 
-def count_rounds(components: RunComponents, update: ClientUpdate) -> list[RoundCounts]:
-    """Return the counts of all rounds. The layers and numbers of ``update`` are replaced, its state is not.
-
-    A calibration trains in every round, unless its epochs are 0.
-    """
-    assert components.client_data is not None
-    parts, recording, state = components.client_data.parts, components.settings.recording, ServerState()
-    passes = components.settings.training.epochs * components.federation.strategy.client.trainings_per_round
-    result, sizes = [], dict[Hashable, int]()
-    for number in range(1, components.settings.rounds + 1):
-        saved = range(recording.checkpoint_every, number, recording.checkpoint_every)
-        oldest = min(saved[-recording.keep_checkpoints :], default=0)
-        attempted = Round(components.federation, state, oldest_resumable=oldest)
-        bytes_up, state_rounds = 0, dict(state.state_rounds)
-        for client, slot in attempted.slots.items():
-            start, images = attempted.starts[slot.start], len(parts[client])
-            layers, arrays = start.expected_upload.layers, start.expected_arrays.layers
-            loaded = state.state_rounds.get(client, 0)
-            state_rounds[client] = number if update.state_rounds[1] else loaded
-            states = (loaded, state_rounds[client])
-            # An integer has 7 bits in a byte of Flower's records, and one for the sign.
-            key = (*layers, *(value.bit_length() // 7 for value in (number, images, *states)))
-            if key not in sizes:
-                reply = replace(update, layers=layers, strategy_arrays=arrays, num_examples=images, state_rounds=states)
-                plan = TrainPlan.from_content(attempted.contents[client])
-                sizes[key] = content_bytes(reply.to_content(plan, components.context.codec))
-            bytes_up += sizes[key]
-        models = {**state.models, **{name: start.model for name, start in attempted.starts.items()}}
-        result.append(
-            RoundCounts(
-                clients=len(attempted.slots),
-                steps=passes * sum(_num_batches(components, len(parts[client])) for client in attempted.slots),
-                bytes_down=sum(slot.bytes_down for slot in attempted.slots.values()),
-                bytes_up=bytes_up,
-                models=len(models),
-            )
-        )
-        used = {client: (number, slot.start) for client, slot in attempted.slots.items()}
-        participation = {**state.last_participation, **used}
-        state = ServerState(round=number, models=models, last_participation=participation, state_rounds=state_rounds)
-    return result
-
-
-def _num_batches(components: RunComponents, num_images: int) -> int:
-    batch_size, smallest = components.settings.training.batch_size, components.method.min_batch_size
-    return number_of_batches(num_images, batch_size, min_batch_size=smallest)
-
-
 def measure(components: RunComponents, *, separate_workers: bool) -> Measurement:
     """Measure the parts of a run, whose clients train in this process or, as on Ray, in ``separate_workers``."""
     evaluator, models = components.evaluator, [(GLOBAL, components.method)]
@@ -275,7 +214,7 @@ def _measure_training(components: RunComponents, folder: Path) -> tuple[dict[int
             start = time.perf_counter()
             # Without learning: a step of the untrained model at the rate of a later round may diverge.
             update = worker.train(replace(TrainPlan.from_content(content), lr_factor=0.0), client, folder / "client")
-            steps = _num_batches(components, len(used)) * trainings
+            steps = count_batches(components, len(used)) * trainings
             seconds[phase.number] = (time.perf_counter() - start) / steps
     return seconds, update, attempted
 

@@ -1,4 +1,4 @@
-"""The cost of a run is counted, or measured in parts that are multiplied."""
+"""The cost of a run is counted and measured in parts, which are multiplied."""
 
 from dataclasses import replace
 
@@ -6,60 +6,15 @@ import pytest
 
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from fedssl.wire.messages import ClientUpdate
 from simulation import cost as estimation
-from simulation.cost import Measurement, choose_engine, compose_cost, count_rounds, estimate_cost, measure
+from simulation.cost import Measurement, choose_engine, compose_cost, estimate_cost, measure
 from simulation.resources import RAY_OVERHEAD_SECONDS, EngineChoice
-from simulation.run import run
 from tests.planning import QUICK, build
-from tests.runs import read_lines
+from tests.simulation.test_round_counts import UPDATE
 
-UPDATE = ClientUpdate(layers={}, partition_id=0, train_loss=1.0, seconds=1.0)
 TIMES = {"aggregation": 0.125, "evaluation": 4.0, "end": 5.0}
 MEASURED = Measurement(steps={1: 0.25}, update=UPDATE, server_memory=1200, worker_memory=300, **TIMES)
 LOCAL = EngineChoice("local", 1, "")
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["method=orchestra", "wire_dtype=int8"],  # a server side, and differences
-        pytest.param(["method=byol", "strategy=fedu", "wire_dtype=fp16"], marks=pytest.mark.heavy),  # parts, a state
-        pytest.param(["schedule=layer_wise", "method=byol"], marks=pytest.mark.heavy),  # phases
-        pytest.param(["schedule=layer_wise", "strategy=scaffold"], marks=pytest.mark.heavy),  # arrays of the strategy
-        ["schedule=progressive", "calibration=auxiliary", "calibration.epochs=0"],  # all stages, in every round
-        ["strategy.weighting=examples", "rounds=11", "clients_per_round=2", "checkpoint_every=3"],  # longer numbers
-    ],
-    ids=",".join,
-)
-def test_steps_and_bytes_are_those_of_the_run(tmp_path, overrides):
-    folder = tmp_path / "run"
-    components = build([*QUICK, *overrides], folder)
-    run([*QUICK, *overrides, f"output_dir={folder}"])
-    lines = read_lines(folder / "metrics.jsonl")
-    saves_state = any(file.parent.parent.parent.name == "clients" for file in folder.rglob("round-*"))
-    parts = components.context.gathered.layers
-    rounds = count_rounds(components, replace(UPDATE, uploaded_parts=parts, state_rounds=(0, int(saves_state))))
-    assert [(counts.clients, counts.bytes_down, counts.bytes_up) for counts in rounds] == [
-        (line["clients"], line["bytes_down"], line["bytes_up"]) for line in lines
-    ]
-    assert rounds[-1].models == len(list(folder.glob("encoder*.pt")))
-
-
-def test_the_steps_of_clients_by_hand(tmp_path):
-    """Clients of 20 images: ceil(20 / 8) = 3 batches, 2 epochs, 3 clients in each of 4 rounds."""
-    components = build([*QUICK, "partition=iid", "batch_size=8", "local_epochs=2"], tmp_path)
-    assert [counts.steps for counts in count_rounds(components, UPDATE)] == 4 * [3 * 3 * 2]
-
-
-def test_clients_with_too_few_images_are_not_counted(tmp_path):
-    """SimSiam needs three images, and one of three clients has two."""
-    file = tmp_path / "partition.csv"
-    file.write_text("client\n" + "0\n" * 2 + "1\n" * 40 + "2\n" * 58)
-    overrides = ["num_clients=3", "partition=file", f"partition.file={file}", "method=simsiam"]
-    components = build([*QUICK, *overrides, "batch_size=20"], tmp_path / "run")
-    rounds = count_rounds(components, UPDATE)
-    assert [(counts.clients, counts.steps) for counts in rounds] == 4 * [(2, 2 + 3)]
 
 
 class TestComposeCost:
