@@ -43,6 +43,7 @@ from simulation.resources import (
     fit_local_clients,
 )
 from simulation.round_counts import RoundCounts, count_batches, count_rounds
+from strategies.mods.base import exchanged_layers
 from strategies.types import GLOBAL, ServerState
 
 MAX_STEPS = 20  # of a measured client
@@ -236,9 +237,11 @@ def _replies(components: RunComponents, attempted: Round, update: ClientUpdate) 
     """Yield a reply of each client, with weights that differ by 0.1% from those it starts from."""
     for client, message in zip(attempted.slots, attempted.messages, strict=True):
         assign_message_id(message)
+        slot = attempted.slots[client]
+        start = attempted.starts[slot.start].expected_upload.layers
         layers = {
             name: array * array.dtype.type(1.001) if array.dtype.kind == "f" else array.copy()
-            for name, array in attempted.starts[attempted.slots[client].start].expected_upload.layers.items()
+            for name, array in exchanged_layers(components.federation.mods, start, slot.variants).items()
         }
         plan, codec = TrainPlan.from_content(message.content), components.context.codec
         reply = replace(update, layers=layers, partition_id=client).to_content(plan, codec)

@@ -22,6 +22,7 @@ from server_app.messaging import no_activity
 from server_app.round import Round
 from server_app.training_loop import start_round
 from simulation.grid import LocalGrid
+from strategies.mods.base import exchanged_layers
 from strategies.round_start import ClientAssignment, StartingModel
 from strategies.types import ServerState
 
@@ -146,15 +147,15 @@ class _RoundCounter:
         return replied, lost
 
     def _reply_bytes(self, sent: _Sent, *, state_rounds: tuple[int, int]) -> int:
-        components, images = self._components, self._num_images[sent.slot.client]
+        components, slot, images = self._components, sent.slot, self._num_images[sent.slot.client]
         layers, arrays = sent.start.expected_upload.layers, sent.start.expected_arrays.layers
         # An integer has 7 bits in a byte of Flower's records, and one for the sign.
         lengths = tuple(value.bit_length() // 7 for value in (sent.round, images, *state_rounds))
-        key = (*layers, lengths)
+        key = (*layers, slot.variants, lengths)
         if key not in self._sizes:
             reply = replace(
                 self._update,
-                layers=layers,
+                layers=exchanged_layers(components.federation.mods, layers, slot.variants),
                 strategy_arrays=arrays,
                 num_examples=images,
                 state_rounds=state_rounds,

@@ -6,6 +6,7 @@ import pytest
 
 from fedssl.config.load import compose
 from fedssl.errors import InputError
+from server_app.updates import RoundResult
 from simulation import cost as estimation
 from simulation.cost import Measurement, choose_engine, compose_cost, estimate_cost, measure
 from simulation.resources import RAY_OVERHEAD_SECONDS, EngineChoice
@@ -108,6 +109,15 @@ def test_all_parts_of_a_run(tmp_path, short_measurements, strategy):
     assert measured.steps[1] > 0
     assert measured.update.state_rounds == (0, 0)
     assert not list(tmp_path.iterdir())
+
+
+def test_updates_of_all_ranks_are_measured(tmp_path, short_measurements, monkeypatch):
+    overrides = ["tuning=lora", "tuning.rank=4", "tuning.ranks=[1,2]", "tuning.aggregation=svd"]
+    components = build([*QUICK, *overrides], tmp_path)
+    dropped = []
+    monkeypatch.setattr(RoundResult, "drop", lambda self, client, reason: dropped.append(reason))
+    assert measure(components, separate_workers=False).aggregation > 0
+    assert not dropped
 
 
 def test_steps_of_a_client_do_not_diverge(tmp_path, short_measurements):

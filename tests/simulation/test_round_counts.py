@@ -65,6 +65,8 @@ def planned(tmp_path, monkeypatch):
         pytest.param([*EXTRA, "strategy=local_only", "rounds=2"], marks=pytest.mark.heavy),
         pytest.param([*LOSSES, "rounds=8", "method=byol"], marks=pytest.mark.heavy),
         pytest.param([*LOSSES, "aggregation.min_updates=2"], marks=pytest.mark.heavy),
+        [*ADAPTER, "tuning.ranks=[1,4,2]", "tuning.aggregation=svd", "rounds=2"],
+        pytest.param([*ADAPTER, "tuning.ranks=[1,4,2]", "tuning.aggregation=stack"], marks=pytest.mark.heavy),
     ],
     ids=",".join,
 )
