@@ -32,6 +32,7 @@ from fedssl.wire.messages import ClientUpdate, TrainPlan
 from server_app.build import RunComponents, build_run
 from server_app.client_models import ClientModels
 from server_app.exchanges.base import in_client_order
+from server_app.policies import LoopPolicy
 from server_app.round import Round
 from server_app.rules import COST_RULES
 from simulation.grid import LocalGrid, load_client_app
@@ -228,7 +229,7 @@ def _small_round(components: RunComponents, number: int, folder: Path) -> Round:
         clients_per_round=min(context.clients_per_round, MAX_UPDATES),
         settings=replace(settings, recording=replace(settings.recording, folder=folder)),
     )
-    federation = replace(federation, context=context, policy=replace(federation.policy, extra=0))
+    federation = replace(federation, context=context, policy=LoopPolicy())
     models = ClientModels(folder, {}) if federation.strategy.server.models_per_client else {}
     return Round(federation, ServerState(round=number - 1, models=models))
 

@@ -111,9 +111,11 @@ def test_all_parts_of_a_run(tmp_path, short_measurements, strategy):
     assert not list(tmp_path.iterdir())
 
 
-def test_updates_of_all_ranks_are_measured(tmp_path, short_measurements, monkeypatch):
+def test_few_updates_of_a_large_round_are_measured(tmp_path, short_measurements, monkeypatch):
+    """A round needs more updates than are measured, of which two have factors below the rank of the model."""
+    monkeypatch.setattr(estimation, "MAX_UPDATES", 2)
     overrides = ["tuning=lora", "tuning.rank=4", "tuning.ranks=[1,2]", "tuning.aggregation=svd"]
-    components = build([*QUICK, *overrides], tmp_path)
+    components = build([*QUICK, *overrides, "aggregation.min_updates=3"], tmp_path)
     dropped = []
     monkeypatch.setattr(RoundResult, "drop", lambda self, client, reason: dropped.append(reason))
     assert measure(components, separate_workers=False).aggregation > 0
