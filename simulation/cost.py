@@ -43,7 +43,7 @@ from simulation.resources import (
     check_local_cuda,
     fit_local_clients,
 )
-from simulation.round_counts import RoundCounts, count_batches, count_rounds
+from simulation.round_counts import RoundCounts, count_batches, count_notes, count_rounds
 from strategies.mods.base import exchanged_layers
 from strategies.types import GLOBAL, ServerState
 
@@ -75,6 +75,7 @@ class CostEstimate:
     seconds: float  # without the start of the process
     server_memory: int  # peak bytes of the process, with clients on engine=local
     worker_memory: int  # peak bytes of each process for clients; 0 on engine=local
+    notes: Sequence[str]  # which counts are not those of the run, and why
 
     @property
     def steps(self) -> int:
@@ -169,6 +170,7 @@ def compose_cost(
         seconds=build + sum(round_seconds) + end + on_ray * RAY_OVERHEAD_SECONDS,
         server_memory=measured.server_memory,
         worker_memory=measured.worker_memory if on_ray else 0,
+        notes=count_notes(components, engine=engine.engine),
     )
 
 

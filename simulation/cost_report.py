@@ -46,6 +46,7 @@ def format_cost(cost: CostEstimate, *, startup: float) -> str:
         ["upload", _bytes([counts.bytes_up for counts in rounds], updates)],
         ["memory", memory],
         ["time", f"{shown} per round, {duration(startup + cost.seconds)} in total"],
+        *(["note", note] for note in cost.notes),
     ]
     return align(lines, left=2)
 
@@ -90,6 +91,8 @@ def print_sweep_cost(jobs: Sequence[Job], tasks: Mapping[Path, JobTask] | None, 
         longest = max(cost.seconds for cost in costs.values())
         total = startup + max(work / concurrency, longest) + bool(tasks) * RAY_OVERHEAD_SECONDS
         print(f"\n{_number(len(valid), 'job')}, {concurrency} at once, {duration(total)} in total")
+        notes = dict.fromkeys(note for cost in costs.values() for note in cost.notes)
+        print("".join(f"note: {note}\n" for note in notes), end="")
     print("".join(f"{line}\n" for line in rejected), end="")
     return 2 if rejected else 0
 

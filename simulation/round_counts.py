@@ -3,7 +3,7 @@
 The run's own code samples the clients, builds the plans from the untrained model, and sends them to clients that reply
 at once, without training. The size of a plan or an update depends on names, shapes and the number of a round, not on
 weights, and virtual time on sizes and FLOPs. The counts are therefore those of a run in which no client
-fails or misses a deadline in wall-clock time.
+fails or misses a deadline in wall-clock time. `count_notes` returns the exceptions.
 """
 
 from collections.abc import Hashable
@@ -18,6 +18,7 @@ from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
 from server_app.build import RunComponents
 from server_app.exchanges.base import Late, Lost, Reply
+from server_app.exchanges.virtual_time import make_virtual_time
 from server_app.messaging import no_activity
 from server_app.round import Round
 from server_app.training_loop import start_round
@@ -55,6 +56,17 @@ def count_batches(components: RunComponents, num_images: int) -> int:
     """Return the number of training steps in an epoch of these images."""
     batch_size, smallest = components.settings.training.batch_size, components.method.min_batch_size
     return number_of_batches(num_images, batch_size, min_batch_size=smallest)
+
+
+def count_notes(components: RunComponents, *, engine: str) -> list[str]:
+    """Return which counts are not those of the run on this engine, and why."""
+    federation, notes = components.federation, []
+    if federation.strategy.server.exchanges_parts:
+        strategy = components.settings.recording.choices.get("strategy")
+        notes.append(f"bytes are those of whole models: strategy={strategy} sends fewer layers, selected by weights")
+    if federation.policy.extra and engine != "local" and make_virtual_time(components.context) is None:
+        notes.append(f"steps and bytes are those of the first clients: engine={engine} uses those that reply first")
+    return notes
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,9 @@ def test_the_report_by_hand(tmp_path):
         "memory    0.0 MB: server 0.0 MB, 2 workers with 0.0 MB each",
         "time      1.9 s per round, 33 s in total",  # 2 + 1 + 2 * (2 * 0.75 + 0.375) + 15 + 11
     ]
-    assert "18 min per round," in format_cost(replace(cost, round_seconds=[1000.0, 1200.0]), startup=2.0)
+    text = format_cost(replace(cost, round_seconds=[1000.0, 1200.0], notes=["bytes are less"]), startup=2.0)
+    assert "18 min per round," in text
+    assert text.endswith("\nnote      bytes are less")
 
 
 def test_a_run(tmp_path, monkeypatch, capsys):

@@ -8,7 +8,7 @@ import pytest
 from client_app.worker import ClientWorker
 from fedssl.errors import InputError
 from fedssl.wire.messages import ClientUpdate
-from simulation.round_counts import count_batches, count_rounds
+from simulation.round_counts import count_batches, count_notes, count_rounds
 from simulation.run import run
 from tests.planning import QUICK, build
 from tests.runs import read_lines
@@ -91,6 +91,29 @@ def test_clients_with_too_few_images_are_not_counted(tmp_path):
     components = build([*QUICK, *overrides, "batch_size=20"], tmp_path / "run")
     rounds = count_rounds(components, UPDATE)
     assert [(counts.clients, counts.steps) for counts in rounds] == 4 * [(2, 2 + 3)]
+
+
+def test_bytes_of_parts_are_those_of_whole_models(planned, tmp_path):
+    """Intervals are adjusted after round 2. The plan then has no weights by which they are known."""
+    counts, lines = planned("strategy=euc", "rounds=6")
+    planned_bytes = [one.bytes_down + one.bytes_up for one in counts]
+    sent = [line["bytes_down"] + line["bytes_up"] for line in lines]
+    assert planned_bytes[:2] == sent[:2]
+    assert sum(planned_bytes) > sum(sent)
+    components = build([*QUICK, "strategy=euc"], tmp_path)
+    assert count_notes(components, engine="local") == [
+        "bytes are those of whole models: strategy=euc sends fewer layers, selected by weights"
+    ]
+    assert not count_notes(build([*QUICK, "strategy=euc", "strategy.interval=1"], tmp_path), engine="local")
+
+
+def test_ray_has_other_first_replies(tmp_path):
+    components = build([*QUICK, *EXTRA], tmp_path)
+    assert not count_notes(components, engine="local")
+    assert not count_notes(build([*QUICK, *EXTRA, *VIRTUAL], tmp_path), engine="ray")
+    assert count_notes(components, engine="ray") == [
+        "steps and bytes are those of the first clients: engine=ray uses those that reply first"
+    ]
 
 
 def test_a_run_that_would_end_is_refused(tmp_path):
