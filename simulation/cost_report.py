@@ -19,7 +19,8 @@ from simulation.sweep import Job, job_overrides
 
 RAY_MEMORY_SHARE = 0.7  # of the available memory, for tasks; the rest is for Ray's objects
 LISTED = 4  # jobs in a row of the table
-_WITHOUT_COST = ("seed", "output_dir", "run_id")  # and the numbers of the optimizer
+_WITHOUT_COST = ("seed", "output_dir", "run_id")  # and the learning rate
+_FIRST_JOB = "the numbers of a row are those of its first job, and depend on the seed"
 
 
 def print_cost(overrides: Sequence[str]) -> None:
@@ -68,7 +69,7 @@ def print_sweep_cost(jobs: Sequence[Job], tasks: Mapping[Path, JobTask] | None, 
     """Print the cost of the jobs of a sweep, and of all. Return the exit status, which is 2 if a job is rejected.
 
     ``tasks`` are the jobs that run in parallel, by folder, at most ``limit`` at once; None: one after the other. Jobs
-    that differ in what costs nothing share a row, with the cost of the first one.
+    that differ in seeds and learning rates share a row, with the cost of the first one.
     """
     startup, rejected = process_age(), []
     rows: dict[str, list[Job]] = {}
@@ -91,17 +92,18 @@ def print_sweep_cost(jobs: Sequence[Job], tasks: Mapping[Path, JobTask] | None, 
         longest = max(cost.seconds for cost in costs.values())
         total = startup + max(work / concurrency, longest) + bool(tasks) * RAY_OVERHEAD_SECONDS
         print(f"\n{_number(len(valid), 'job')}, {concurrency} at once, {duration(total)} in total")
-        notes = dict.fromkeys(note for cost in costs.values() for note in cost.notes)
+        notes = [_FIRST_JOB] if len(valid) > len(rows) else []
+        notes += dict.fromkeys(note for cost in costs.values() for note in cost.notes)
         print("".join(f"note: {note}\n" for note in notes), end="")
     print("".join(f"{line}\n" for line in rejected), end="")
     return 2 if rejected else 0
 
 
 def cost_key(overrides: Sequence[str]) -> str:
-    """Return the settings of a run by which its cost differs from those of others."""
+    """Return the settings that jobs of one row share."""
     config = OmegaConf.to_container(load_settings(overrides).recording.config)
     assert isinstance(config, dict)
-    optimizer = {name: value for name, value in config["optimizer"].items() if not isinstance(value, float)}
+    optimizer = {name: value for name, value in config["optimizer"].items() if name != "lr"}
     kept = {name: value for name, value in config.items() if name not in _WITHOUT_COST}
     return json.dumps({**kept, "optimizer": optimizer}, sort_keys=True)
 

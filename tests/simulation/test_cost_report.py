@@ -62,7 +62,7 @@ def test_a_run(tmp_path, monkeypatch, capsys):
 
 
 def test_jobs_that_cost_the_same_share_a_row(tmp_path, monkeypatch, capsys, measured):
-    """Learning rates and seeds cost nothing."""
+    """Jobs of a row differ by learning rates and seeds."""
     monkeypatch.chdir(tmp_path)
     swept = ["optimizer.lr=0.1,0.2", "seed=0,1", "batch_size=8,16", "clients_per_round=2,9"]
     assert command(monkeypatch, "-m", *QUICK, "plan=true", *swept, "sweep.jobs=1") == 2
@@ -73,8 +73,19 @@ def test_jobs_that_cost_the_same_share_a_row(tmp_path, monkeypatch, capsys, meas
     assert [row.split("  ")[1].split() for row in rows] == expected
     # Eight jobs of 4 rounds: 2 * 0.125 and steps, and three final evaluations of 5 s.
     assert total.startswith("8 jobs, 1 at once, ")
+    assert "\nnote: the numbers of a row are those of its first job, and depend on the seed\n" in output
     assert output.count("is rejected: clients_per_round=9 is more than num_clients=5") == 8
     assert not list(tmp_path.iterdir())
+
+
+def test_jobs_of_other_passes_have_rows(tmp_path, monkeypatch, capsys, measured):
+    """A step of SAM takes two passes, or one with rho=0. No row has several jobs."""
+    monkeypatch.chdir(tmp_path)
+    swept = ["optimizer=sam", "optimizer.rho=0.0,0.05", "strategy=euc", "sweep.jobs=1"]
+    assert command(monkeypatch, "-m", *QUICK, "plan=true", *swept) == 0
+    _, *rows, _, _, note = capsys.readouterr().out.splitlines()
+    assert [row.split()[1] for row in rows] == ["optimizer.rho=0.0", "optimizer.rho=0.05"]
+    assert note.startswith("note: bytes are those of whole models: strategy=euc sends fewer layers")
 
 
 CASES = [(8, None, None, 3), (8, 10e9, None, 2), (5, None, None, 2), (9, None, 1, 1)]
