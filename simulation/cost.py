@@ -25,9 +25,9 @@ from fedssl.flower_internals import assign_message_id
 from fedssl.logs import log
 from fedssl.machine.memory import peak_memory, reset_peak_memory
 from fedssl.machine.process import return_freed_memory
+from fedssl.partition import server_indices
 from fedssl.rules import check_rules
 from fedssl.schedule.phases import phase_at
-from fedssl.training import number_of_batches
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from server_app.build import RunComponents, build_run
 from server_app.client_models import ClientModels
@@ -153,8 +153,9 @@ def compose_cost(
     rounds = count_rounds(components, measured.update)
     server_steps = 0  # of the server's own training in a round
     if calibration is not None:
-        num_images = int(len(load_federated(calibration.data).images) * calibration.share)
-        server_steps = calibration.epochs * number_of_batches(num_images, settings.training.batch_size)
+        num_images = len(load_federated(calibration.data).images)
+        rows = server_indices(num_images, share=calibration.share, seed=settings.seed)
+        server_steps = calibration.epochs * count_batches(components, len(rows))
     round_seconds = []
     for number, counts in enumerate(rounds, 1):
         steps = -(-counts.clients // engine.concurrency) * counts.steps / counts.clients + server_steps

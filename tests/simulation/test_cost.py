@@ -55,15 +55,14 @@ class TestComposeCost:
         assert cost.seconds == sum(cost.round_seconds) + 5 * (models + 2)
 
     def test_the_training_of_the_server(self, overrides, tmp_path):
-        """A calibration of 2 epochs with the server's fifth of 100 images: 3 batches of 8."""
-        calibration = ["calibration=auxiliary", "calibration.epochs=2", "calibration.share=0.2", "evaluate_every=0"]
-        calibration += ["calibration.dataset=${dataset}"]
-        settings = compose([*overrides, *calibration]).calibration
-        components = build([*overrides, "evaluate_every=0"], tmp_path)
+        """Two epochs of round(0.29 * 100) = 29 images: 9 batches of at least the 3 images that SimSiam needs."""
+        overrides = [*overrides, "evaluate_every=0", "method=simsiam", "batch_size=3"]
+        calibration = ["calibration=auxiliary", "calibration.epochs=2", "calibration.share=0.29"]
+        settings = compose([*overrides, *calibration, "calibration.dataset=${dataset}"]).calibration
+        components = build(overrides, tmp_path)
         with_server = compose_cost(components, MEASURED, LOCAL, build=0.0, calibration=settings)
         without = compose_cost(components, MEASURED, LOCAL, build=0.0)
-        steps = 2 * -(-int(len(components.client_data.image_data.images) * settings.share) // 8)
-        assert with_server.round_seconds[0] - without.round_seconds[0] == steps * 0.25
+        assert with_server.round_seconds[0] - without.round_seconds[0] == 2 * 9 * 0.25
 
 
 @pytest.mark.parametrize(
