@@ -11,6 +11,7 @@ from fedssl.evaluation.few_labels import FewLabels as FewLabels
 from fedssl.evaluation.fine_tune import FineTune as FineTune
 from fedssl.evaluation.knn import KNN as KNN
 from fedssl.evaluation.knn import knn_predict as knn_predict
+from fedssl.evaluation.labeled_images import LabeledImages as LabeledImages
 from fedssl.evaluation.linear_probe import LinearProbe as LinearProbe
 from fedssl.evaluation.linear_probe import softmax_regression as softmax_regression
 from fedssl.evaluation.linear_probe import standardize as standardize
@@ -18,7 +19,6 @@ from fedssl.evaluation.multi_label import MultiLabel as MultiLabel
 from fedssl.evaluation.protocol import CombinedProtocol as CombinedProtocol
 from fedssl.evaluation.protocol import EvaluationInput as EvaluationInput
 from fedssl.evaluation.protocol import EvaluationProtocol as EvaluationProtocol
-from fedssl.evaluation.protocol import LabeledImages as LabeledImages
 from fedssl.evaluation.protocol import evaluate as evaluate
 from fedssl.evaluation.regression import Regression as Regression
 from fedssl.evaluation.retrieval import Retrieval as Retrieval

@@ -37,8 +37,9 @@ from fedssl.datasets.raster import Raster
 from fedssl.encoders.base import Encoder
 from fedssl.encoders.tokens import TokenEncoder
 from fedssl.errors import InputError, shortened
+from fedssl.evaluation.labeled_images import LabeledImages
 from fedssl.evaluation.linear_probe import fit_linear, standardize
-from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol, LabeledImages
+from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
 from fedssl.evaluation.scores import FRACTION, Score
 from fedssl.machine.memory import available_memory, gigabytes
 

@@ -25,7 +25,8 @@ from torch import Tensor
 from fedssl.config.literal import user_path
 from fedssl.csv_file import check_line, read_lines
 from fedssl.errors import InputError, shortened
-from fedssl.evaluation.protocol import EvaluationInput, LabeledImages
+from fedssl.evaluation.labeled_images import LabeledImages
+from fedssl.evaluation.protocol import EvaluationInput
 from fedssl.logs import log_once
 
 _REMEDY = "name other columns with evaluation.columns=[NAME,...]"

@@ -16,7 +16,8 @@ from fedssl.config.settings import DataSettings
 from fedssl.datasets.base import Split, load_federated, subsample_indices
 from fedssl.errors import InputError
 from fedssl.evaluation.knn import KNN
-from fedssl.evaluation.protocol import EvaluationInput, LabeledImages, evaluation_problem, load_labeled
+from fedssl.evaluation.labeled_images import LabeledImages
+from fedssl.evaluation.protocol import EvaluationInput, evaluation_problem, load_labeled
 from fedssl.evaluation.sampling import sample_label_matched
 from fedssl.evaluation.scores import column_title, mean_and_std
 from fedssl.partition import client_indices

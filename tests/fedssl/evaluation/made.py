@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from fedssl.datasets.images import TensorImages
 from fedssl.evaluation.features import Features
-from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol, LabeledImages, evaluate
+from fedssl.evaluation.labeled_images import LabeledImages
+from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol, evaluate
 from fedssl.evaluation.scores import Score, to_flat_dict
 from fedssl.evaluation.targets import Targets
 

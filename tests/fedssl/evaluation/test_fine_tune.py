@@ -13,7 +13,8 @@ from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.evaluation.few_labels import FewLabels
 from fedssl.evaluation.fine_tune import FineTune
-from fedssl.evaluation.protocol import LabeledImages, evaluate
+from fedssl.evaluation.labeled_images import LabeledImages
+from fedssl.evaluation.protocol import evaluate
 from fedssl.evaluation.sampling import stratified_sample
 from tests.fedssl.evaluation.made import halves
 

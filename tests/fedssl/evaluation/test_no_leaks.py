@@ -10,7 +10,8 @@ from fedssl.config.load import compose
 from fedssl.config.overrides import CONF, config_groups
 from fedssl.config.settings import Component
 from fedssl.evaluation import classifier, few_labels, fine_tune, knn, linear_probe, sgd_linear_probe
-from fedssl.evaluation.protocol import LabeledImages, evaluate, make_evaluation_input
+from fedssl.evaluation.labeled_images import LabeledImages
+from fedssl.evaluation.protocol import evaluate, make_evaluation_input
 from fedssl.methods.base import build_method
 from tests.cases import some
 

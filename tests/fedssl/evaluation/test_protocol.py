@@ -15,12 +15,12 @@ from fedssl.datasets.holdout import NO_LABEL
 from fedssl.datasets.images import TensorImages
 from fedssl.evaluation.few_labels import FewLabels
 from fedssl.evaluation.knn import KNN
+from fedssl.evaluation.labeled_images import LabeledImages
 from fedssl.evaluation.linear_probe import LinearProbe
 from fedssl.evaluation.protocol import (
     CombinedProtocol,
     EvaluationInput,
     EvaluationProtocol,
-    LabeledImages,
     evaluate,
     evaluate_domains,
     evaluation_problem,

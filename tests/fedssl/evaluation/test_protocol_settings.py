@@ -13,8 +13,9 @@ from fedssl.config.load import compose
 from fedssl.datasets.images import TensorImages
 from fedssl.evaluation.features import Features
 from fedssl.evaluation.knn import KNN
+from fedssl.evaluation.labeled_images import LabeledImages
 from fedssl.evaluation.linear_probe import LinearProbe
-from fedssl.evaluation.protocol import CombinedProtocol, EvaluationInput, LabeledImages, evaluate
+from fedssl.evaluation.protocol import CombinedProtocol, EvaluationInput, evaluate
 from fedssl.evaluation.scores import units_of
 from fedssl.methods.base import build_method
 from tests.cases import some

@@ -14,8 +14,9 @@ from fedssl.encoders import conv_small
 from fedssl.errors import InputError
 from fedssl.evaluation.classifier import AugmentedViews, warmup_cosine
 from fedssl.evaluation.features import Features
+from fedssl.evaluation.labeled_images import LabeledImages
 from fedssl.evaluation.linear_probe import LinearProbe
-from fedssl.evaluation.protocol import EvaluationInput, LabeledImages, evaluate, make_evaluation_input
+from fedssl.evaluation.protocol import EvaluationInput, evaluate, make_evaluation_input
 from fedssl.evaluation.sampling import stratified_sample
 from fedssl.evaluation.scores import Score
 from fedssl.evaluation.sgd_linear_probe import SGDLinearProbe
