@@ -259,11 +259,32 @@ def check_protocol(protocol: object) -> EvaluationProtocol:
     return protocol
 
 
+def _check_result_names(protocols: Mapping[str, EvaluationProtocol]) -> None:
+    """Raise an `InputError` if two protocols have a result of the same name, of which only one could be stored."""
+    owners: dict[str, str] = {}
+    for key, protocol in protocols.items():
+        names = list(protocol.result_units(num_classes=2))
+        same = [name for name in names if name in owners]
+        if same:
+            remedy = (
+                f"set another name, as by evaluation.protocols.{key}.name=NAME, and likewise of final_evaluation"
+                if "name" in vars(protocol)
+                else f"remove protocols.{key} and evaluate it alone, as by fedssl-evaluate run=DIR evaluation=knn "
+                "evaluation.k=20"
+            )
+            raise InputError(
+                f"protocols.{owners[same[0]]} and protocols.{key} both have the results {shortened(same)}, whose names "
+                f"must differ; {remedy}"
+            )
+        owners |= dict.fromkeys(names, key)
+
+
 class CombinedProtocol(EvaluationProtocol):
     """All ``protocols`` in order, with their results together. Without any there is no result."""
 
     def __init__(self, *, protocols: Mapping[str, EvaluationProtocol]) -> None:
         self.protocols = {name: check_protocol(protocol) for name, protocol in protocols.items()}
+        _check_result_names(self.protocols)
         self.trains_network = any(protocol.trains_network for protocol in self.protocols.values())
         self.uses_features = any(protocol.uses_features for protocol in self.protocols.values())
         self.needs_labels = not protocols or any(protocol.needs_labels for protocol in self.protocols.values())

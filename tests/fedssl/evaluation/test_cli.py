@@ -15,6 +15,8 @@ from fedssl.encoders import conv_small
 from fedssl.evaluation import cli
 from fedssl.export import save_encoder
 
+TWICE = [f"+evaluation@evaluation.protocols.{name}=knn" for name in ("a", "b")]
+
 
 @pytest.fixture
 def finished_run(tmp_path: Path) -> Path:
@@ -120,6 +122,7 @@ def test_command_scales_pixels_as_in_training_unless_told_otherwise(
         (["run={run}", "dataset.pth=x"], "dataset.pth=x does not fit the data set"),
         (["run={run}", "evaluation=kn"], "did you mean knn"),
         (["run={run}", "evaluation.k=0"], "k=0"),
+        (["run={run}", "evaluation=none", *TWICE], "protocols.b both have the results knn, .*run=DIR evaluation=knn"),
         (
             ["run={run}", "dataset=digits", "dataset.channels=3"],
             r"1 channel\(s\) but dataset.channels=3; add .*gray and RGB",
