@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from fedssl.datasets.holdout import NO_LABEL
 from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError, sanitize, shortened
 from fedssl.evaluation.features import Features, extract, pixels
-from fedssl.evaluation.labeled_images import SPLITS, LabeledImages
+from fedssl.evaluation.labeled_images import SPLITS, LabeledImages, label_problem
 from fedssl.evaluation.scores import Score, as_scores
 from fedssl.logs import log
 from fedssl.machine.devices import CPU
@@ -69,6 +69,22 @@ class EvaluationInput:
         """Return the evaluation input with only the test images at ``rows``; features and predictions are shared."""
         return replace(self, test=self.test.subset(rows), full=self, rows=rows)
 
+    @cached_property
+    def labeled(self) -> "EvaluationInput":
+        """The evaluation input with only the images that have a label, as if the data set had no others.
+
+        Features and predictions are computed again, with the bits of the labeled images alone.
+        """
+        if self.full is not None and self.rows is not None:
+            whole = self.full.labeled
+            if whole is self.full:
+                return self
+            places = (self.full.test.labels != NO_LABEL).cumsum(0) - 1  # of labeled images among them
+            return whole.subset(places[self.rows[self.test.labels != NO_LABEL]])
+        train, test = self.train.labeled(), self.test.labeled()
+        is_labeled = train is self.train and test is self.test
+        return self if is_labeled else replace(self, train=train, test=test, full=None)
+
     def predict_once(self, key: Hashable, predict: Callable[["EvaluationInput"], Tensor]) -> Tensor:
         """Return the predicted classes of the test images. Call ``predict`` once per key, for all test images.
 
@@ -103,7 +119,7 @@ def make_evaluation_input(
     Only images with labels are used if the protocol ``needs_labels``.
     """
     train, test = (load_labeled(data, split, needs_labels=needs_labels) for split in SPLITS)
-    if train is None or test is None or (needs_labels and _only_class(train, test) is not None):
+    if train is None or test is None or (needs_labels and label_problem(train, test)):
         return None
     statistics: dict[str, Any] = {"mean": data.mean, "std": data.std, "pixels": data.reader.values}
     return EvaluationInput(encoder=encoder, train=train, test=test, device=device, **statistics)
@@ -132,20 +148,8 @@ def evaluation_problem(data: DataSettings, *, needs_labels: bool = True) -> str 
             remedies += ["name the column of the labels with dataset.label=COLUMN"] if "label" in keys else []
             remedies += ["use one subfolder per class"] if "folders" in keys else []
         return f"the data set has no {labels}{name} images ({setting} {reason}); {', or '.join(remedies)}"
-    train, test = labeled
-    only = _only_class(train, test)
-    if only is None or not needs_labels:
-        return None
-    return (
-        f"all labeled images of the data set are of the class {train.class_name(only)}, so that nothing can be "
-        "classified; add images of other classes to dataset.path"
-    )
-
-
-def _only_class(train: LabeledImages, test: LabeledImages) -> int | None:
-    """Return the class of all images; None if there are several."""
-    label = train.labels[0]
-    return None if (train.labels != label).any() or (test.labels != label).any() else int(label)
+    problem = label_problem(*labeled) if needs_labels else None
+    return problem and f"{problem}, so that nothing can be classified; add images of other classes to dataset.path"
 
 
 def log_unknown_classes(evaluation_input: EvaluationInput) -> None:
@@ -172,8 +176,7 @@ def load_labeled(data: DataSettings, split: Split, *, needs_labels: bool = True)
         return None
     labels = torch.full((len(image_data.images),), NO_LABEL) if image_data.labels is None else image_data.labels
     images = LabeledImages(**vars(image_data) | {"labels": labels})
-    rows = (labels != NO_LABEL).nonzero().flatten()
-    return images if not needs_labels or len(rows) == len(labels) else images.subset(rows)
+    return images.labeled() if needs_labels else images
 
 
 class EvaluationProtocol(ABC):
@@ -280,19 +283,22 @@ def _check_result_names(protocols: Mapping[str, EvaluationProtocol]) -> None:
 
 
 class CombinedProtocol(EvaluationProtocol):
-    """All ``protocols`` in order, with their results together. Without any there is no result."""
+    """All ``protocols`` in order, with their results together. Without any there is no result.
+
+    Protocols that need labels get the images that have one; if these are too few, their results are left out.
+    """
 
     def __init__(self, *, protocols: Mapping[str, EvaluationProtocol]) -> None:
         self.protocols = {name: check_protocol(protocol) for name, protocol in protocols.items()}
         _check_result_names(self.protocols)
         self.trains_network = any(protocol.trains_network for protocol in self.protocols.values())
         self.uses_features = any(protocol.uses_features for protocol in self.protocols.values())
-        self.needs_labels = not protocols or any(protocol.needs_labels for protocol in self.protocols.values())
+        self.needs_labels = all(protocol.needs_labels for protocol in self.protocols.values())
 
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> dict[str, Score]:
         results: dict[str, Score] = {}
-        for protocol in self.protocols.values():
-            results |= evaluate(protocol, evaluation_input, seed=seed)
+        for protocol, images, problem in self._divided(evaluation_input):
+            results |= {} if problem else evaluate(protocol, images, seed=seed)
         return results
 
     def result_units(self, num_classes: int) -> dict[str, str]:
@@ -300,9 +306,29 @@ class CombinedProtocol(EvaluationProtocol):
         return {name: unit for part in parts for name, unit in part.items()}
 
     def left_out(self, evaluation_input: EvaluationInput) -> dict[str, str]:
-        parts = (protocol.left_out(evaluation_input) for protocol in self.protocols.values())
-        return {name: reason for part in parts for name, reason in part.items()}
+        reasons: dict[str, str] = {}
+        for protocol, images, problem in self._divided(evaluation_input):
+            units = protocol.result_units(evaluation_input.num_classes)
+            reasons |= dict.fromkeys(units, problem) if problem else protocol.left_out(images)
+        return reasons
 
     def validate(self, evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
+        is_logged = self.needs_labels  # by the caller
+        for protocol, images, problem in self._divided(evaluation_input):
+            if problem:
+                continue
+            if protocol.needs_labels and not is_logged:
+                log_unknown_classes(images)
+                is_logged = True
+            protocol.validate(images, feature_dim=feature_dim)
+
+    def _divided(
+        self, evaluation_input: EvaluationInput
+    ) -> Iterator[tuple[EvaluationProtocol, EvaluationInput, str | None]]:
+        """Yield each protocol with its images, and why these give no result, if so."""
         for protocol in self.protocols.values():
-            protocol.validate(evaluation_input, feature_dim=feature_dim)
+            if self.needs_labels or not protocol.needs_labels:
+                yield protocol, evaluation_input, None
+            else:
+                labeled = evaluation_input.labeled
+                yield protocol, labeled, label_problem(labeled.train, labeled.test)

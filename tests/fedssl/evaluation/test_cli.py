@@ -143,6 +143,25 @@ def test_command_answers_bad_input_with_one_sentence(overrides, message, finishe
     assert re.search(message, captured.err)
 
 
+def test_images_without_a_class_are_evaluated_beside_labeled_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of 12 test images, 0, 3, 6 and 9 have no class, and 0, 4 and 8 no age."""
+    write_encoder(tmp_path / "encoder.pt")
+    lines = ["image,label,split,age"]
+    for split in ("train", "test"):
+        for number in range(12):
+            Image.fromarray(np.full((8, 8), 20 * number, np.uint8)).save(tmp_path / f"{split}{number}.png")
+            label, age = "ab"[number % 2] if number % 3 else "", number if number % 4 else ""
+            lines.append(f"{split}{number}.png,{label},{split},{age}")
+    (tmp_path / "list.csv").write_text("\n".join(lines))
+    source = [f"encoder={tmp_path / 'encoder.pt'}", "dataset=folder", f"dataset.path={tmp_path / 'list.csv'}"]
+    source += ["dataset.channels=1", "dataset.cache=null", "evaluation=none"]
+    protocols = [f"+evaluation@evaluation.protocols.{name}={name}" for name in ("knn", "regression")]
+    assert command(monkeypatch, *source, *protocols, "evaluation.protocols.regression.columns=[age]") == 0
+    report = json.loads((tmp_path / "evaluation" / "none-folder.json").read_text())
+    assert report["images"] == {"train": 12, "test": 12}
+    assert report["test_images"]["knn"] == 8
+
+
 def test_a_folder_that_cannot_be_written_is_refused_before(
     finished_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
