@@ -18,7 +18,7 @@ from fedssl.errors import InputError, shortened
 from fedssl.evaluation.linear_probe import fit_linear, standardize
 from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
 from fedssl.evaluation.scores import FRACTION, Score
-from fedssl.evaluation.targets import Targets, as_labels, read_targets, varying
+from fedssl.evaluation.targets import Targets, as_labels, num_known, read_targets, varying
 from fedssl.logs import log
 
 
@@ -71,12 +71,13 @@ class MultiLabel(EvaluationProtocol):
         logits = label_scores(
             features.train, targets.train, features.test, l2=self.l2, max_iterations=self.max_iterations
         )
-        precisions = {}
-        for number in varying(targets.test).nonzero().flatten().tolist():
+        precisions, usable = {}, varying(targets.test)
+        for number in usable.nonzero().flatten().tolist():
             labels, scores = targets.test[:, number].numpy(), logits[:, number].numpy()
             known = ~np.isnan(labels)
             precisions[targets.names[number]] = float(average_precision_score(labels[known], scores[known]))
-        return {"multi_label_map": Score.over_parts(precisions, FRACTION)} if precisions else {}
+        count = num_known(targets.test[:, usable])
+        return {"multi_label_map": Score.over_parts(precisions, FRACTION, num_images=count)} if precisions else {}
 
     def result_units(self, num_classes: int) -> dict[str, str]:
         return {"multi_label_map": FRACTION}

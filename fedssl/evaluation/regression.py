@@ -18,7 +18,7 @@ from fedssl.errors import InputError, shortened
 from fedssl.evaluation.linear_probe import standardize
 from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
 from fedssl.evaluation.scores import ERROR, Score
-from fedssl.evaluation.targets import Targets, as_numbers, read_targets, varying
+from fedssl.evaluation.targets import Targets, as_numbers, num_known, read_targets, varying
 from fedssl.logs import log
 
 
@@ -65,7 +65,8 @@ class Regression(EvaluationProtocol):
 
         targets, features = self._read(evaluation_input), evaluation_input.features
         parts: dict[str, dict[str, float]] = {name: {} for name in self.result_units(0)}
-        for number in _usable(targets).nonzero().flatten().tolist():
+        usable = _usable(targets)
+        for number in usable.nonzero().flatten().tolist():
             predicted = ridge_predictions(features.train, targets.train[:, number], features.test, l2=self.l2)
             known = ~targets.test[:, number].isnan().numpy()
             expected, predicted = targets.test[:, number].numpy()[known], predicted[known]
@@ -74,7 +75,9 @@ class Regression(EvaluationProtocol):
             values = r2_score(expected, predicted), mean_absolute_error(expected, predicted), order
             for of_result, value in zip(parts.values(), values, strict=True):
                 of_result[targets.names[number]] = float(value)
-        return {name: Score.over_parts(parts[name], unit) for name, unit in self.result_units(0).items() if parts[name]}
+        count = num_known(targets.test[:, usable])
+        units = {name: unit for name, unit in self.result_units(0).items() if parts[name]}
+        return {name: Score.over_parts(parts[name], unit, num_images=count) for name, unit in units.items()}
 
     def result_units(self, num_classes: int) -> dict[str, str]:
         return {"regression_r2": "", "regression_mae": ERROR, "regression_spearman": ""}

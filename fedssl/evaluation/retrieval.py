@@ -93,7 +93,7 @@ class Retrieval(EvaluationProtocol):
         gallery, known = (queries, labels) if same else (features.train, features.train_labels)
         precision, rank = rank_classes(queries, labels, gallery, known, same=same)
         shares = {"retrieval_map": precision, **{f"recall_at_{k}": (rank <= k).double() for k in self.recall_at}}
-        return {name: Score(share.mean().item(), FRACTION) for name, share in shares.items()}
+        return {name: Score(share.mean().item(), FRACTION, num_images=len(share)) for name, share in shares.items()}
 
     def result_units(self, num_classes: int) -> dict[str, str]:
         return dict.fromkeys(["retrieval_map", *(f"recall_at_{k}" for k in self.recall_at)], FRACTION)

@@ -27,7 +27,7 @@ class Score:
     unit: str = ACCURACY  # or the displayed one, empty if there is none
     std: float | None = None  # over draws or models; None for one draw or model
     parts: Mapping[str, float] = field(default_factory=dict, hash=False)  # such as those of classes, by their names
-    # Test images; None if it is unknown, or not the same for all models. Results are equal by their values.
+    # Test images that count; None if it is unknown, or not the same for all models. Results are equal by their values.
     num_images: int | None = field(default=None, compare=False)
 
     @classmethod
@@ -37,9 +37,9 @@ class Score:
         return cls(average, unit, std)
 
     @classmethod
-    def over_parts(cls, parts: Mapping[str, float], unit: str) -> "Score":
+    def over_parts(cls, parts: Mapping[str, float], unit: str, *, num_images: int | None = None) -> "Score":
         """Return the mean of parts, without a deviation."""
-        return cls(mean(parts.values()), unit, parts=parts if len(parts) > 1 else {})
+        return cls(mean(parts.values()), unit, parts=parts if len(parts) > 1 else {}, num_images=num_images)
 
     @classmethod
     def over_runs(cls, scores: Sequence["Score"]) -> "Score":

@@ -242,12 +242,15 @@ class Segmentation(EvaluationProtocol):
 
         w, bias = fit_linear(x, loss, outputs=len(classes), l2=self.l2, max_iterations=self.max_iterations)
         logits = torch.addmm(bias, x_test, w).view(len(test), side, side, -1).permute(0, 3, 1, 2)
-        pixels = torch.zeros(256, 256, dtype=torch.int64)
+        pixels, count = torch.zeros(256, 256, dtype=torch.int64), 0
         for chunk, expected in zip(logits.split(_CHUNK), test.split(_CHUNK), strict=True):
             scaled = F.interpolate(chunk, expected.shape[1:], mode="bilinear")
-            used = slice(None) if self.ignore_index is None else expected != self.ignore_index
+            used = torch.ones_like(expected, dtype=torch.bool)
+            if self.ignore_index is not None:
+                used = expected != self.ignore_index
             pixels += confusion(classes[scaled.argmax(dim=1)][used], expected[used])
-        return _scores(pixels)
+            count += int(used.flatten(1).any(dim=1).sum())
+        return _scores(pixels, num_images=count)
 
     def result_units(self, num_classes: int) -> dict[str, str]:
         return dict.fromkeys(("segmentation_miou", "segmentation_pixel_accuracy"), FRACTION)
@@ -283,11 +286,12 @@ class Segmentation(EvaluationProtocol):
         return found if self.ignore_index is None else found[found != self.ignore_index]
 
 
-def _scores(pixels: Tensor) -> dict[str, Score]:
-    """Return the results of a confusion matrix."""
+def _scores(pixels: Tensor, *, num_images: int) -> dict[str, Score]:
+    """Return the results of the confusion matrix of ``num_images``."""
     right, union = pixels.diagonal().double(), pixels.sum(dim=0) + pixels.sum(dim=1) - pixels.diagonal()
     parts = {str(name): (right[name] / union[name]).item() for name in union.nonzero().flatten().tolist()}
     if not parts:
         return {}
-    accuracy = Score((right.sum() / pixels.sum()).item(), FRACTION)
-    return {"segmentation_miou": Score.over_parts(parts, FRACTION), "segmentation_pixel_accuracy": accuracy}
+    miou = Score.over_parts(parts, FRACTION, num_images=num_images)
+    accuracy = Score((right.sum() / pixels.sum()).item(), FRACTION, num_images=num_images)
+    return {"segmentation_miou": miou, "segmentation_pixel_accuracy": accuracy}

@@ -80,6 +80,11 @@ def varying(targets: Tensor) -> Tensor:
     return lowest < highest
 
 
+def num_known(targets: Tensor) -> int:
+    """Return the number of images of which a target is known, of targets ``(n, t)``."""
+    return int((~targets.isnan()).any(dim=1).sum())
+
+
 def as_numbers(name: str, values: Sequence[Any]) -> Column:
     """Convert numbers, or lists of equal length, to targets."""
     width = max((len(value) for value in values if _is_list(value)), default=1)

@@ -159,7 +159,7 @@ def test_images_without_a_class_are_evaluated_beside_labeled_ones(tmp_path: Path
     assert command(monkeypatch, *source, *protocols, "evaluation.protocols.regression.columns=[age]") == 0
     report = json.loads((tmp_path / "evaluation" / "none-folder.json").read_text())
     assert report["images"] == {"train": 12, "test": 12}
-    assert report["test_images"]["knn"] == 8
+    assert report["test_images"] == {"knn": 8} | {f"regression_{name}": 9 for name in ("r2", "mae", "spearman")}
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before(

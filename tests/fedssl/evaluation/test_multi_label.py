@@ -11,7 +11,7 @@ from fedssl.errors import InputError
 from fedssl.evaluation import multi_label
 from fedssl.evaluation.linear_probe import standardize
 from fedssl.evaluation.multi_label import MultiLabel, label_scores
-from fedssl.evaluation.scores import FRACTION
+from fedssl.evaluation.scores import FRACTION, num_test_images
 from tests.fedssl.evaluation.made import blobs, of_targets
 
 NAN = float("nan")
@@ -82,3 +82,16 @@ def test_classes_that_teach_or_test_nothing(monkeypatch: pytest.MonkeyPatch, cap
     assert scores == {}
     with pytest.raises(InputError, match=r"no class can be evaluated, because their known test labels are all equal"):
         MultiLabel().validate(subject, feature_dim=8)
+
+
+def test_images_without_a_known_label_are_not_counted(monkeypatch: pytest.MonkeyPatch):
+    """Of eight test images, a is known for 0 to 3 and b for 2 to 5; c is known for all, and constant."""
+    data, place = blobs(n=8), torch.arange(8)
+    labels = (place % 2).double()
+    known = [place < 4, (place >= 2) & (place < 6)]
+    test = torch.stack([*(labels.where(each, NAN) for each in known), torch.zeros(8).double()], dim=1)
+    train = torch.stack([labels] * 3, dim=1)
+    scores, _ = of_targets(monkeypatch, MultiLabel(), multi_label, data, train, test)
+    assert num_test_images([scores]) == {"multi_label_map": 6}
+    scores, _ = of_targets(monkeypatch, MultiLabel(), multi_label, data, train[:, :1], test[:, :1])
+    assert num_test_images([scores]) == {"multi_label_map": 4}

@@ -12,7 +12,7 @@ from fedssl.evaluation import regression
 from fedssl.evaluation.features import Features
 from fedssl.evaluation.linear_probe import standardize
 from fedssl.evaluation.regression import Regression, ridge_predictions
-from fedssl.evaluation.scores import ERROR, units_of
+from fedssl.evaluation.scores import ERROR, num_test_images, units_of
 from tests.fedssl.evaluation.made import blobs, of_targets
 
 NAN = float("nan")
@@ -91,3 +91,15 @@ def test_constant_targets_have_no_result(monkeypatch: pytest.MonkeyPatch, caplog
     _, subject = of_targets(monkeypatch, Regression(l2=1e-2), regression, data, train[:, 1:], test[:, 1:])
     with pytest.raises(InputError, match="no target can be evaluated"):
         Regression().validate(subject, feature_dim=8)
+
+
+def test_images_without_a_known_target_are_not_counted(monkeypatch: pytest.MonkeyPatch):
+    """Of eight test images, a is known for 0 to 3 and b for 2 to 5; c is known for all, and constant."""
+    data = blobs(n=8)
+    y = torch.arange(8, dtype=torch.float64)
+    train = torch.stack([y, -y, y], dim=1)
+    test = torch.stack([y.where(y < 4, NAN), y.where((y >= 2) & (y < 6), NAN), torch.ones(8).double()], dim=1)
+    scores, _ = of_targets(monkeypatch, Regression(), regression, data, train, test)
+    assert num_test_images([scores]) == dict.fromkeys(Regression().result_units(0), 6)
+    scores, _ = of_targets(monkeypatch, Regression(), regression, data, train[:, :1], test[:, :1])
+    assert num_test_images([scores]) == dict.fromkeys(Regression().result_units(0), 4)

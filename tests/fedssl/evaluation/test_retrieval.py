@@ -9,8 +9,9 @@ from sklearn.metrics import average_precision_score
 
 from fedssl.evaluation import retrieval
 from fedssl.evaluation.features import Features
+from fedssl.evaluation.protocol import evaluate
 from fedssl.evaluation.retrieval import Retrieval, rank_classes
-from fedssl.evaluation.scores import FRACTION
+from fedssl.evaluation.scores import FRACTION, num_test_images
 from tests.fedssl.evaluation.made import Given, blobs, results
 
 
@@ -90,7 +91,8 @@ def test_equal_features_find_nothing():
 def test_queries_without_a_match_are_reported(caplog: pytest.LogCaptureFixture):
     data = blobs(n=8)
     labels = torch.tensor([0, 0, 1, 1, 5, 6, 7, 1])
-    Retrieval()(Given(replace(data, test_labels=labels)), seed=0)
+    scores = evaluate(Retrieval(), Given(replace(data, test_labels=labels)), seed=0)
+    assert num_test_images([scores]) == dict.fromkeys(Retrieval().result_units(4), 5)
     assert caplog.messages == [
         "3 of 8 test images are no queries of retrieval, because no other test image has their class"
     ]

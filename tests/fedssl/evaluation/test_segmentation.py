@@ -13,8 +13,8 @@ from sklearn.metrics import jaccard_score
 from fedssl.datasets.base import forget_images
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
-from fedssl.evaluation.protocol import EvaluationInput, make_evaluation_input
-from fedssl.evaluation.scores import units_of
+from fedssl.evaluation.protocol import EvaluationInput, evaluate, make_evaluation_input
+from fedssl.evaluation.scores import num_test_images, units_of
 from fedssl.evaluation.segmentation import FeatureMap, Segmentation, _scores, class_counts, confusion, read_masks
 from tests.fedssl.datasets.made import png, settings_of
 
@@ -66,7 +66,7 @@ def test_class_counts_equal_a_slow_loop():
 def test_iou_by_hand_and_by_scikit_learn():
     # Pixels (true, predicted): 0 0, 0 0, 0 1, 1 1, 2 1. IoU of 0: 2 of 3, of 1: 1 of 3, of 2: 0 of 1; 3 of 5 are right.
     true, predicted = torch.tensor([0, 0, 0, 1, 2]).byte(), torch.tensor([0, 0, 1, 1, 1]).byte()
-    scores = _scores(confusion(predicted, true))
+    scores = _scores(confusion(predicted, true), num_images=1)
     assert scores["segmentation_miou"].parts == pytest.approx({"0": 2 / 3, "1": 1 / 3, "2": 0})
     assert scores["segmentation_miou"].value == pytest.approx(1 / 3)
     assert scores["segmentation_pixel_accuracy"].value == pytest.approx(3 / 5)
@@ -144,6 +144,19 @@ def test_every_image_has_its_own_mask(tmp_path: Path):
     (folder / "test" / "1.png").rename(tmp_path / "flat" / "1.png")
     with pytest.raises(InputError, match="training and test images have the same masks"):
         Segmentation(masks=str(tmp_path / "flat")).validate(subject, feature_dim=4)
+
+
+def test_images_without_a_used_pixel_are_not_counted(tmp_path: Path):
+    """Of six test images, the masks of 0 and 3 are ignored."""
+
+    def mask_of(seed: int) -> tuple[None, np.ndarray]:
+        return None, np.full((16, 20), 255, np.uint8) if seed % 3 == 0 else scene(seed)[1]
+
+    subject = write(tmp_path, mask_of=mask_of)
+    for ignore_index, expected in ((255, 4), (None, 6)):
+        protocol = Segmentation(masks=str(tmp_path / "masks"), ignore_index=ignore_index)
+        scores = evaluate(protocol, subject, seed=0)
+        assert num_test_images([scores]) == dict.fromkeys(protocol.result_units(0), expected)
 
 
 def test_tokens_are_a_square_after_the_prefix():
