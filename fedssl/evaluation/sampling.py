@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedssl.datasets.holdout import NO_LABEL
+
 
 def sample_per_class(labels: Tensor, *, per_class: int, generator: np.random.Generator) -> Tensor:
     """Draw ``per_class`` images of every class that occurs, without replacement.
@@ -33,10 +35,12 @@ def sample_label_matched(test: Tensor, local: Tensor, *, generator: torch.Genera
     """Draw the largest set of test images with the class frequencies of the client; return its sorted indices, int64.
 
     ``test`` and ``local`` are the classes of the test images and of the client's images, int64, ``(n,)`` and ``(m,)``.
-    Classes without test images are ignored; the set is empty if no test image has a class of the client. A class with
-    share p of the client's images gets floor(p N) images, where N is the size of the set without rounding.
+    Images without a label and classes without test images are ignored; the set is empty if no test image has a class of
+    the client. A class with share p of the client's images gets floor(p N) images, where N is the size of the set
+    without rounding.
     """
-    rows = {int(name): (test == name).nonzero().flatten() for name in local.unique()}
+    classes = local[local != NO_LABEL].unique().tolist()
+    rows = {name: (test == name).nonzero().flatten() for name in classes}
     counts = {name: int((local == name).sum()) for name, indices in rows.items() if len(indices)}
     if not counts:
         return torch.empty(0, dtype=torch.int64)

@@ -28,6 +28,9 @@ def drawn(test, own, seed=0):
         # No test image has class 3.
         ({"c0": 4, "c1": 4}, {"c0": 1, "c1": 1, "c3": 8}, [4, 4, 0, 0]),
         ({"c0": 4}, {"c3": 8}, [0, 0, 0, 0]),
+        # 40 images of the client and 5 of the test have no class: shares of 3/4 and 1/4 as above, not 3/8 and 1/8.
+        ({"c0": 12, "c1": 12, "c-1": 5}, {"c0": 30, "c1": 10, "c-1": 40}, [12, 4, 0, 0]),
+        ({"c0": 4, "c-1": 4}, {"c-1": 8}, [0, 0, 0, 0]),
     ],
 )
 def test_by_hand(test, own, expected):
