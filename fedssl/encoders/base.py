@@ -88,6 +88,7 @@ class Encoder(nn.Module):
     channels: int | None = None  # of valid images; None if any number is valid
     image_size: int | None = None  # height and width of valid images in pixels; None if any size is valid
     patch_embedding: str | None = None  # name of the submodule that maps patches to tokens; None if there is none
+    num_prefix_tokens: int = 0  # of tokens before those of patches in the output of a stage: class token and registers
     stage_names: tuple[str, ...] = ()  # names of the stages among the submodules
     # Linear maps from the output of earlier stages to representations, for layer-wise training of encoders whose stages
     # differ in width; see `add_bridges`.

@@ -52,6 +52,7 @@ class Parts:
     # earlier stage is the average over positions.
     any_stage: bool = False
     patch_embedding: str | None = None  # name of the submodule that maps patches to tokens
+    num_prefix_tokens: int = 0  # see `Encoder`
     # Smaller training views are valid if their side is a multiple of this number of pixels; None: they are not.
     view_step: int | None = None
 
@@ -94,6 +95,7 @@ class LibraryEncoder(Encoder):
             tail = StageRange(first, float("inf"), float("inf"))
             self._stage_ranges |= dict.fromkeys(parts.tail, tail)
             self.patch_embedding = parts.patch_embedding
+            self.num_prefix_tokens = parts.num_prefix_tokens
             self.stages_interchangeable = parts.any_stage
 
     def get_submodule(self, target: str) -> nn.Module:

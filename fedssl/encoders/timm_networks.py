@@ -69,6 +69,7 @@ def divide(network: Any) -> Parts | None:
             tail=("norm", "fc_norm", "attn_pool"),
             any_stage=True,
             patch_embedding="patch_embed",
+            num_prefix_tokens=network.num_prefix_tokens,
             view_step=network.patch_embed.patch_size[0] if accepts_any_size else None,
         )
     if isinstance(network, ResNet):

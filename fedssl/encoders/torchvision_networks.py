@@ -77,6 +77,7 @@ def divide(network: Any) -> Parts | None:
             tail=("encoder.ln",),
             any_stage=True,
             patch_embedding="conv_proj",
+            num_prefix_tokens=1,
         )
     return None
 

@@ -150,7 +150,10 @@ def _displayed_size(source: Encoded, decoding: Decoding) -> tuple[int, int]:
 
 
 class FeatureMap(nn.Module):
-    """Maps images to the output of an encoder's last stage, ``(batch, dim, height, width)``; tokens are a square."""
+    """Maps images to the output of an encoder's last stage, ``(batch, dim, height, width)``.
+
+    Tokens are a square after the encoder's ``num_prefix_tokens``.
+    """
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
@@ -169,9 +172,16 @@ class FeatureMap(nn.Module):
             x = self.encoder.run_stem(images)
             for number in range(1, self.encoder.active_stages.depth + 1):
                 x = self.encoder.run_stage(number, x)
-        if x.ndim == 3:  # tokens after a class token and registers, if any
-            side = math.isqrt(x.shape[1])
-            x = x[:, x.shape[1] - side**2 :].transpose(1, 2).unflatten(2, (side, side))
+        if x.ndim == 3:
+            patches = x[:, self.encoder.num_prefix_tokens :].transpose(1, 2)
+            side = math.isqrt(patches.shape[2])
+            if side**2 != patches.shape[2]:
+                raise InputError(
+                    f"{type(self.encoder).__name__} returns {x.shape[1]} tokens, which are no square after "
+                    f"num_prefix_tokens={self.encoder.num_prefix_tokens}; set this attribute of the encoder to the "
+                    "number of tokens before those of patches"
+                )
+            x = patches.unflatten(2, (side, side))
         return x if x.shape[2] == x.shape[3] else x.permute(0, 3, 1, 2)  # channels last, as of timm's Swin
 
 

@@ -1,6 +1,9 @@
 """Linear segmentation by hand, against slow transcriptions and scikit-learn, and its masks."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -9,9 +12,14 @@ import pytest
 import torch
 from PIL import Image
 from sklearn.metrics import jaccard_score
+from torch import Tensor, nn
+from torchvision.models import VisionTransformer
 
 from fedssl.datasets.base import forget_images
-from fedssl.encoders import conv_small
+from fedssl.encoders import conv_small, torchvision_networks
+from fedssl.encoders.factory import vit
+from fedssl.encoders.library import LibraryEncoder, Parts
+from fedssl.encoders.tokens import TokenEncoder
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import EvaluationInput, evaluate, make_evaluation_input
 from fedssl.evaluation.scores import num_test_images, units_of
@@ -159,14 +167,75 @@ def test_images_without_a_used_pixel_are_not_counted(tmp_path: Path):
         assert num_test_images([scores]) == dict.fromkeys(protocol.result_units(0), expected)
 
 
-def test_tokens_are_a_square_after_the_prefix():
-    class Tokens(type(conv_small(channels=1, size=8, width=4))):
-        def run_stage(self, number, x):
-            return x
+class Tokens(type(conv_small(channels=1, size=8, width=4))):
+    """An encoder whose output is the tokens 0, 1, 2, ..."""
 
-        def run_stem(self, images):
-            return torch.arange(5.0).view(1, 5, 1)
+    count = 5
 
+    def run_stage(self, number: int, x: Tensor) -> Tensor:
+        return x
+
+    def run_stem(self, images: Tensor) -> Tensor:
+        return torch.arange(float(self.count)).view(1, self.count, 1)
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+def test_tokens_are_a_square_after_the_prefix(prefix: int):
+    """With 5 prefix tokens there are 9, which are a square themselves."""
+    encoder = conv_small(channels=1, size=8, width=4)
+    encoder.__class__, encoder.count, encoder.num_prefix_tokens = Tokens, prefix + 4, prefix
+    assert FeatureMap(encoder)(torch.zeros(1, 1, 8, 8)).tolist() == [[[[prefix, prefix + 1], [prefix + 2, prefix + 3]]]]
+
+
+def test_tokens_that_are_no_square_are_refused():
     encoder = conv_small(channels=1, size=8, width=4)
     encoder.__class__ = Tokens
-    assert FeatureMap(encoder)(torch.zeros(1, 1, 8, 8)).tolist() == [[[[1, 2], [3, 4]]]]
+    with pytest.raises(InputError, match="Tokens returns 5 tokens, which are no square after num_prefix_tokens=0; set"):
+        FeatureMap(encoder)(torch.zeros(1, 1, 8, 8))
+
+
+def of_library(network: nn.Module, parts: Parts | None) -> LibraryEncoder:
+    return LibraryEncoder(network, parts, widths=[8], features=[8], channels=3, image_size=32)
+
+
+def timm_vit(**settings: object) -> LibraryEncoder:
+    from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
+
+    from fedssl.encoders import timm_networks
+
+    size = {"img_size": 32, "patch_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 1, "num_classes": 0}
+    network = TimmVisionTransformer(**size, **settings)
+    return of_library(network, timm_networks.divide(network))
+
+
+def torchvision_vit() -> LibraryEncoder:
+    network = VisionTransformer(image_size=32, patch_size=8, num_layers=1, num_heads=1, hidden_dim=8, mlp_dim=8)
+    return of_library(network, torchvision_networks.divide(network))
+
+
+def own_vit(**settings: object) -> nn.Module:
+    return vit(channels=3, size=32, patch=8, depth=1, width=8, heads=1, **settings)
+
+
+@pytest.mark.parametrize(
+    ("make", "prefix"),
+    [
+        (partial(own_vit, registers=8), 9),  # as 16 patches and 9 others, 25 tokens are a square, too
+        (partial(own_vit, registers=9, pool="mean"), 9),
+        (partial(own_vit, registers=4), 5),
+        (partial(timm_vit, reg_tokens=8), 9),
+        (partial(timm_vit, reg_tokens=9, class_token=False, global_pool="avg"), 9),
+        (torchvision_vit, 1),
+    ],
+)
+def test_maps_of_transformers_are_their_last_16_tokens(make: Callable[[], Any], prefix: int):
+    encoder, images = make().eval(), torch.rand(2, 3, 32, 32)
+    assert encoder.num_prefix_tokens == prefix
+    with torch.no_grad():
+        if isinstance(encoder, TokenEncoder):
+            tokens = encoder.forward_tokens(encoder.embed(images))
+        else:
+            tokens = encoder.run_stage(1, encoder.run_stem(images))
+        result = FeatureMap(encoder)(images)
+    assert tokens.shape[1] == prefix + 16
+    assert torch.equal(result, tokens[:, -16:].transpose(1, 2).reshape(2, 8, 4, 4))
