@@ -157,9 +157,10 @@ class FeatureMap(nn.Module):
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
-        if not isinstance(encoder, Encoder) or not encoder.stage_names:
+        if not isinstance(encoder, Encoder) or not any(encoder.stage_names):  # the empty name is a whole network
             raise InputError(
-                f"evaluation=segmentation needs an encoder in stages and {type(encoder).__name__} has none"
+                f"evaluation=segmentation needs an encoder in stages and {type(encoder).__name__} has none; choose "
+                "another encoder, such as resnet18 or vit_small, or another evaluation"
             )
         self.encoder = encoder
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
 from fedssl.datasets.base import forget_images
-from fedssl.encoders import conv_small, torchvision_networks
+from fedssl.encoders import conv_small, torchvision, torchvision_networks
 from fedssl.encoders.factory import vit
 from fedssl.encoders.library import LibraryEncoder, Parts
 from fedssl.encoders.tokens import TokenEncoder
@@ -192,6 +192,13 @@ def test_tokens_that_are_no_square_are_refused():
     encoder.__class__ = Tokens
     with pytest.raises(InputError, match="Tokens returns 5 tokens, which are no square after num_prefix_tokens=0; set"):
         FeatureMap(encoder)(torch.zeros(1, 1, 8, 8))
+
+
+def test_networks_without_stages_are_refused():
+    networks = nn.Flatten(), torchvision(name="mobilenet_v3_small", channels=3, size=32)
+    for network in networks:
+        with pytest.raises(InputError, match="needs an encoder in stages and .* has none; choose another encoder"):
+            FeatureMap(network)
 
 
 def of_library(network: nn.Module, parts: Parts | None) -> LibraryEncoder:
