@@ -36,7 +36,7 @@ from server_app.exchanges.secure import SecureExchange, with_largest_weight
 from server_app.exchanges.virtual_time import VirtualTimeExchange, make_virtual_time
 from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.federation import Federation, no_flops, raise_no_server_images
-from server_app.initial_weights import adopt_statistics, load_teacher
+from server_app.initial_weights import adopt_statistics, load_teacher, warn_of_random_weights
 from server_app.messaging import ActivityHook
 from server_app.nodes import (
     ClientDirectory,
@@ -121,6 +121,7 @@ def build_components(settings: Settings, clients: ClientDirectory, *, reads_imag
     Without ``reads_images`` nothing that needs the server's images can be used.
     """
     device = configure_process(settings.machine)
+    warn_of_random_weights(settings)
     settings = adopt_statistics(settings)
     task = make_task(settings).text() if clients.client_ids else None
     # The noise of privacy=central is for a fixed number of clients.

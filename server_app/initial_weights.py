@@ -109,6 +109,17 @@ SETTINGS_RULES = (teacher_exists,)
 RUN_RULES = (teacher_is_used,)
 
 
+def warn_of_random_weights(settings: Settings) -> None:
+    """Warn if the tuning freezes weights of the encoder that are random, whose features are then those of noise."""
+    model, choices = settings.model, settings.recording.choices
+    if model.weights is None and settings.recording.resumed is None and choices.get("tuning") != "full":
+        log.warning(
+            "tuning=%s freezes weights of the encoder, which are random without encoder.weights; set encoder.weights "
+            "to a trained encoder, or tuning=full",
+            choices.get("tuning"),
+        )
+
+
 def adopt_statistics(settings: Settings) -> Settings:
     """Return settings of a new run with the source's mean, standard deviation and pixels, except overridden ones."""
     source, data, recording = settings.model.weights, settings.data, settings.recording

@@ -202,3 +202,18 @@ def test_a_source_that_has_changed_is_read_again(source):
             value.zero_()
     again = build_method(model).encoder.state_dict()  # training does not change the tensors in memory
     assert all(torch.equal(again[name], value + 1) for name, value in before.items())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warns"),
+    [
+        (["tuning=norm"], True),
+        (["tuning=bias"], True),
+        ([], False),
+        (["tuning=bias", "encoder.weights={source}"], False),
+    ],
+)
+def test_frozen_random_weights_are_told(source, overrides, warns, tmp_path, caplog):
+    """Training them in part runs, and the encoder is hardly better than the untrained one."""
+    Federation(tmp_path, *(override.format(source=source) for override in overrides))
+    assert ("freezes weights of the encoder, which are random" in caplog.text) == warns
