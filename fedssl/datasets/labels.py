@@ -69,7 +69,8 @@ def missing_labels(labels: np.ndarray, files: Sequence[Path], column: str, *, sp
         return (f"none of the {count} rows of the split {split!r} has a label{why}: they are used without labels",)
     have = "has" if missing == 1 else "have"
     return (
-        f"{missing} of {count} rows of the split {split!r} {have} no label{why}: used for training, not for evaluation",
+        f"{missing} of {count} rows of the split {split!r} {have} no label{why}: used for training, "
+        "and for results that need no class",
     )
 
 
