@@ -25,6 +25,20 @@ def test_frozen_stages_and_the_others_are_the_whole_encoder(name):
                 torch.testing.assert_close(encoder(x), whole, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_efficientnet", "test_convnext"])
+def test_weights_have_gradients_at_the_depths_where_they_run(name):
+    """The head of EfficientNets runs after the last stage only, the normalization of transformers after each."""
+    encoder, images = build(name), torch.rand(2, 3, 32, 32)
+    parameters = dict(encoder.named_parameters())
+    for depth in range(1, len(encoder.stage_names) + 1):
+        encoder.zero_grad(set_to_none=True)
+        with encoder.run_stages(ActiveStages(depth)):
+            encoder(images).sum().backward()
+        ranges = {layer: encoder.stage_range(layer) for layer in parameters}
+        running = [layer for layer, stages in ranges.items() if stages.first <= depth <= stages.last]
+        assert [layer for layer, weight in parameters.items() if weight.grad is not None] == running
+
+
 @pytest.mark.parametrize("name", ["test_vit", "test_nfnet"])
 def test_copies_are_independent_and_frozen_copies_run_the_same_stages(name):
     encoder, images = build(name, 64), torch.rand(1, 3, 64, 64)
