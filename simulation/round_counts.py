@@ -18,7 +18,6 @@ from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
 from server_app.build import RunComponents
 from server_app.exchanges.base import Late, Lost, Reply
-from server_app.exchanges.virtual_time import make_virtual_time
 from server_app.messaging import no_activity
 from server_app.round import Round
 from server_app.training_loop import start_round
@@ -60,11 +59,11 @@ def count_batches(components: RunComponents, num_images: int) -> int:
 
 def count_notes(components: RunComponents, *, engine: str) -> list[str]:
     """Return which counts are not those of the run on this engine, and why."""
-    federation, notes = components.federation, []
+    federation, choices, notes = components.federation, components.settings.recording.choices, []
     if federation.strategy.server.exchanges_parts:
-        strategy = components.settings.recording.choices.get("strategy")
-        notes.append(f"bytes are those of whole models: strategy={strategy} sends fewer layers, selected by weights")
-    if federation.policy.extra and engine != "local" and make_virtual_time(components.context) is None:
+        name = choices.get("strategy")
+        notes.append(f"bytes are those of whole models: strategy={name} sends fewer layers, selected by weights")
+    if federation.policy.extra and engine != "local" and choices.get("client_speed") == "none":
         notes.append(f"steps and bytes are those of the first clients: engine={engine} uses those that reply first")
     return notes
 

@@ -44,6 +44,7 @@ class ServerStrategy:
     models_per_client: bool = False  # whether every client has a model, named after its id and stored in a file
     exchanges_parts: bool = False  # whether clients send parts of the model in some rounds
     has_server_step: bool = False  # whether `server_step` changes the aggregated layers
+    counts_client_states: bool = False  # whether its state has what clients save, which an update must bring once
     num_comparison_images: int = 0  # number of server images on which `on_round_end` compares models; 0 needs none
     # `typing.TypedDict` of the state of one model, which `after_aggregation` returns, and of the state across models,
     # which `on_round_end` returns. A checkpoint is validated against their annotations: plain types, arrays, and

@@ -66,7 +66,6 @@ def needs_fresh_clients(context: RunContext, *, strategy: str) -> Problem:
     """Refuse late, dropped or repeated updates, and removed states: server and clients would count them differently."""
     settings, accepted = context.settings, context.settings.aggregation
     reordering = context.method.reordering
-    repeats = accepted.min_updates > 1 or settings.secure_aggregation is not None
     extra, deadline, retries = accepted.over_selection, accepted.round_deadline, accepted.max_retries
     for given, setting, remedy in (
         (reordering, f"{reordering}=true", f"{reordering}=false"),
@@ -74,7 +73,7 @@ def needs_fresh_clients(context: RunContext, *, strategy: str) -> Problem:
         (extra, f"aggregation.over_selection={extra}", "aggregation.over_selection=0"),
         (deadline is not None, f"aggregation.round_deadline={deadline}", "aggregation.round_deadline=null"),
         # Clients of an attempt that is repeated have saved their corrections.
-        (retries and repeats, f"aggregation.max_retries={retries}", "aggregation.max_retries=0"),
+        (retries and accepted.min_updates > 1, f"aggregation.max_retries={retries}", "aggregation.max_retries=0"),
         (accepted.max_norm_ratio is not None, "aggregation.max_norm_ratio", "aggregation.max_norm_ratio=null"),
         (settings.recording.max_state_bytes is not None, "client_state.max_bytes", "client_state.max_bytes=null"),
     ):

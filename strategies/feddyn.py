@@ -51,7 +51,7 @@ class FedDynServer(ServerStrategy):
     """Server side of FedDyn."""
 
     model_state_type = FedDynState
-    has_server_step = True
+    has_server_step = counts_client_states = True
 
     def __init__(self) -> None:
         super().__init__(WeightedSum)

@@ -91,6 +91,7 @@ class ScaffoldServer(ServerStrategy):
     """Server side of SCAFFOLD. ``server_lr`` as in `Scaffold`."""
 
     model_state_type = ScaffoldState
+    counts_client_states = True
 
     def __init__(self, make_mean: Callable[[], WeightedSum], *, server_lr: float) -> None:
         super().__init__(lambda: ControlledSum(make_mean()))

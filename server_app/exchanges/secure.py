@@ -218,6 +218,17 @@ def updates_are_summed(parts: RunParts) -> Problem:
     )
 
 
+def attempts_leave_no_state(parts: RunParts) -> Problem:
+    """Refuse retries if the strategy counts client states: an attempt may fail after its clients have saved theirs."""
+    retries, strategy = parts.settings.aggregation.max_retries, parts.strategy.server
+    if not (parts.settings.secure_aggregation and retries and strategy.counts_client_states):
+        return None
+    return (
+        f"{SETTING} may repeat a round whose clients have saved states that strategy="
+        f"{parts.settings.recording.choices['strategy']} counts once; set aggregation.max_retries=0"
+    )
+
+
 def cost_has_one_message(settings: Settings) -> Problem:
     """Refuse an estimate of the cost, which counts one message per client and round."""
     if settings.secure_aggregation is None:
@@ -231,5 +242,5 @@ def round_rules(settings: Settings) -> tuple[Rule[RoundExchange], ...]:
 
 
 SETTINGS_RULES = (single_updates_stay_secret, graph_protects_updates)
-RUN_RULES = (updates_are_summed,)
+RUN_RULES = (updates_are_summed, attempts_leave_no_state)
 COST_RULES = (cost_has_one_message,)

@@ -101,7 +101,7 @@ def test_a_small_alpha_leaves_the_step_of_the_server(tmp_path):
         (["aggregation.buffered=true"], "set aggregation.buffered=false"),
         (
             ["secure_aggregation=secagg_plus", "num_clients=20", "clients_per_round=10", "aggregation.max_retries=1"],
-            "max_retries=1 prevents; set aggregation.max_retries=0",
+            "counts once; set aggregation.max_retries=0",
         ),
         (["tuning=lora", "tuning.rank=2", "tuning.aggregation=svd"], "set tuning.aggregation=factors"),
     ],

@@ -144,7 +144,7 @@ def test_command_answers_bad_input_with_one_sentence(overrides, message, finishe
 
 
 def test_images_without_a_class_are_evaluated_beside_labeled_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Of 12 test images, 0, 3, 6 and 9 have no class, and 0, 4 and 8 no age."""
+    """Leave out the class of the test images 0, 3, 6 and 9 of 12, and the age of 0, 4 and 8."""
     write_encoder(tmp_path / "encoder.pt")
     lines = ["image,label,split,age"]
     for split in ("train", "test"):

@@ -85,7 +85,7 @@ def test_classes_that_teach_or_test_nothing(monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_images_without_a_known_label_are_not_counted(monkeypatch: pytest.MonkeyPatch):
-    """Of eight test images, a is known for 0 to 3 and b for 2 to 5; c is known for all, and constant."""
+    """Set the target a of the test images 0 to 3 of eight, b of 2 to 5, and a constant c of all."""
     data, place = blobs(n=8), torch.arange(8)
     labels = (place % 2).double()
     known = [place < 4, (place >= 2) & (place < 6)]

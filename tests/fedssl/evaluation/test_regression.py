@@ -94,7 +94,7 @@ def test_constant_targets_have_no_result(monkeypatch: pytest.MonkeyPatch, caplog
 
 
 def test_images_without_a_known_target_are_not_counted(monkeypatch: pytest.MonkeyPatch):
-    """Of eight test images, a is known for 0 to 3 and b for 2 to 5; c is known for all, and constant."""
+    """Set the target a of the test images 0 to 3 of eight, b of 2 to 5, and a constant c of all."""
     data = blobs(n=8)
     y = torch.arange(8, dtype=torch.float64)
     train = torch.stack([y, -y, y], dim=1)

@@ -155,7 +155,7 @@ def test_every_image_has_its_own_mask(tmp_path: Path):
 
 
 def test_images_without_a_used_pixel_are_not_counted(tmp_path: Path):
-    """Of six test images, the masks of 0 and 3 are ignored."""
+    """Ignore the masks of the test images 0 and 3 of six."""
 
     def mask_of(seed: int) -> tuple[None, np.ndarray]:
         return None, np.full((16, 20), 255, np.uint8) if seed % 3 == 0 else scene(seed)[1]
