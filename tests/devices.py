@@ -29,6 +29,11 @@ def write_images(folder: Path, number: int, *, seed: int = 0, size: int = 8) -> 
     return folder
 
 
+def write_places(folder: Path) -> list[Path]:
+    """Write 9, 10 and 11 other images for the owners a, b and c; return their folders."""
+    return [write_images(folder / name, 9 + place, seed=place) for place, name in enumerate("abc")]
+
+
 def context(**node_config) -> Context:
     """Of a node with this configuration; _ stands for - in its keys."""
     plain = {key: str(value) if isinstance(value, Path) else value for key, value in node_config.items()}

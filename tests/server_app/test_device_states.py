@@ -9,7 +9,7 @@ from fedssl.fleet.encoders import stored_encoders
 from fedssl.flower_internals import error_reply
 from fedssl.wire.messages import CONFIG, LAST_USED_ROUND
 from server_app import nodes
-from tests.devices import SMALL, Devices, context, run_server_app, write_images
+from tests.devices import SMALL, Devices, context, run_server_app, write_places
 from tests.runs import model_bits, read_lines
 
 STRATEGIES = {
@@ -30,7 +30,7 @@ def no_waiting(monkeypatch):
 
 @pytest.fixture
 def places(tmp_path):
-    return [write_images(tmp_path / "images" / name, 9 + place, seed=place) for place, name in enumerate("abc")]
+    return write_places(tmp_path / "images")
 
 
 def devices(places, states, handle=handlers.handle):

@@ -18,7 +18,7 @@ from server_app.devices import adapt_to_edge_clients
 from server_app.nodes import ClientDirectory, discover_clients
 from simulation.grid import LocalGrid
 from simulation.run import run as simulate
-from tests.devices import SMALL, Devices, context, run_server_app, write_images
+from tests.devices import SMALL, Devices, context, run_server_app, write_images, write_places
 from tests.methods import overrides_of
 from tests.runs import model_bits, read_lines
 
@@ -37,7 +37,7 @@ def no_waiting(monkeypatch):
 @pytest.fixture
 def places(tmp_path):
     """Folders of images of three owners, of whom each has another number."""
-    return [write_images(tmp_path / "images" / name, 9 + place, seed=place) for place, name in enumerate("abc")]
+    return write_places(tmp_path / "images")
 
 
 def devices(places, tmp_path, **others):
