@@ -28,7 +28,7 @@ from fedssl.schedule.stages import check_phases
 from fedssl.step_cost import TrainingCostMeter
 from fedssl.training import LocalTrainer, with_term
 from server_app.callbacks.delivery import load_signer
-from server_app.collapse_monitor import CollapseMonitor, ServerFeatureExtractor
+from server_app.collapse_monitor import CollapseMonitor, server_feature_extractor
 from server_app.devices import adapt_to_edge_clients, log_devices, trains_all_clients
 from server_app.evaluator import Evaluator
 from server_app.exchanges.base import Exchange
@@ -310,7 +310,7 @@ def make_feature_extractor(context: RunContext, num_images: int) -> Callable[[La
     if not num_images:
         return raise_no_server_images
     settings = context.settings
-    return ServerFeatureExtractor(
+    return server_feature_extractor(
         context.method, data=settings.data, num_images=num_images, device=context.device, seed=settings.seed
     )
 

@@ -4,7 +4,7 @@ The representations are stored as well. They are drawn after the run (FedU2, Fig
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import mean
@@ -34,25 +34,24 @@ from strategies.types import GLOBAL
 Measurement = tuple[dict[str, Any], list[np.ndarray]]  # collapse metrics, and the unit vectors to store
 
 
-class ServerFeatureExtractor:
-    """Extractor of features of at most ``num_images`` images of the split ``train``, never of test images."""
+def server_feature_extractor(
+    method: SSLMethod, *, data: DataSettings, num_images: int, device: torch.device, seed: int
+) -> Callable[[Layers], Tensor]:
+    """Return a function that maps a model to features of at most ``num_images`` images of the split ``train``.
 
-    def __init__(
-        self, method: SSLMethod, *, data: DataSettings, num_images: int, device: torch.device, seed: int
-    ) -> None:
-        self._method, self._data, self._device = method, data, device
-        split = load_split(data, "train")
-        assert split is not None  # validated by the strategy
-        order = torch.randperm(len(split.images), generator=torch_generator(seed, "represent"))
-        self._images = split.images.subset(order[:num_images])
+    Never of test images. Features are float32 ``(num_images, feature_dim)``, on the CPU.
+    """
+    split = load_split(data, "train")
+    assert split is not None  # validated by the strategy
+    order = torch.randperm(len(split.images), generator=torch_generator(seed, "represent"))
+    images = split.images.subset(order[:num_images])
 
-    def __call__(self, layers: Layers) -> Tensor:
-        """Return features of the images under a model, float32 ``(num_images, feature_dim)``, on the CPU."""
-        needed = [name for name in exchanged_names(self._method) if name.startswith("encoder.")]
-        load_layers(self._method, {name: layers[name] for name in needed})
-        return extract(
-            self._method.encoder, self._images, mean=self._data.mean, std=self._data.std, device=self._device
-        )
+    def extract_features(layers: Layers) -> Tensor:
+        needed = [name for name in exchanged_names(method) if name.startswith("encoder.")]
+        load_layers(method, {name: layers[name] for name in needed})
+        return extract(method.encoder, images, mean=data.mean, std=data.std, device=device)
+
+    return extract_features
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ with Buffered Asynchronous Aggregation" (FedBuff), AISTATS 2022).
 
 import math
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from fedssl.arrays import Layers, is_weight
 from fedssl.config.aggregation_settings import AggregationSettings
@@ -14,12 +13,6 @@ from fedssl.config.settings import Settings
 from fedssl.rules import Problem
 from strategies.rules import RunParts, needs_full_exchange
 from strategies.types import GLOBAL
-
-
-class Rebase(Protocol):
-    """Applies the update of a client that started from an earlier model to the current one."""
-
-    def __call__(self, layers: Layers, *, start: Layers, current: Layers, staleness: int) -> Layers: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +24,7 @@ class LoopPolicy:
     min_replies: int | None = None  # with which a round ends; None waits for all
     min_updates: int = 1  # that a round needs
     max_retries: int = 0
-    rebase: Rebase | None = None  # of late replies, which are not used if it is None
+    uses_late: bool = False  # whether late replies are applied to the current model
 
     def for_round(self, clients_per_round: int) -> "LoopPolicy":
         """Return the policy of a round, which may have more clients than earlier ones."""
@@ -45,7 +38,7 @@ class LoopPolicy:
     @property
     def models(self) -> tuple[str, ...]:
         """Return the models that may receive updates although no client of the round starts from them."""
-        return () if self.rebase is None else (GLOBAL,)
+        return (GLOBAL,) if self.uses_late else ()
 
 
 def updates_suffice(settings: Settings) -> Problem:
@@ -86,7 +79,7 @@ def make_policy(settings: AggregationSettings) -> LoopPolicy:
         min_replies=settings.min_updates if settings.buffered else None,
         min_updates=settings.min_updates,
         max_retries=settings.max_retries,
-        rebase=apply_stale_update if settings.buffered else None,
+        uses_late=settings.buffered,
     )
 
 

@@ -176,12 +176,12 @@ class Round:
     def _read_late(self, late: Late) -> ValidUpdate | None:
         """Return the update of a reply to an earlier plan, if it is used."""
         node = late.plan.metadata.dst_node_id
-        client, rebase = self._federation.clients.get(node), self._policy.rebase
-        if client is None or rebase is None or late.message.has_error():
+        client = self._federation.clients.get(node)
+        if client is None or not self._policy.uses_late or late.message.has_error():
             self._result.late.append(node if client is None else client)
             return None
         try:
-            valid = self._reader.read_late(client, plan=late.plan, reply=late.message, rebase=rebase)
+            valid = self._reader.read_late(client, plan=late.plan, reply=late.message)
         except InvalidUpdate as reason:
             self._result.drop(client, str(reason))
             return None

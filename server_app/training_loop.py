@@ -34,7 +34,7 @@ def start_round(
 ) -> Round:
     """Return an attempt at the round after ``state``, with clients that are online and not in flight."""
     policy, awaited = federation.policy, exchange.in_flight(timeout=federation.settings.reply_timeout)
-    in_flight = {federation.clients[node] for node in awaited if policy.rebase and node in federation.clients}
+    in_flight = {federation.clients[node] for node in awaited if policy.uses_late and node in federation.clients}
     offline = exchange.offline(
         partial(federation.available_clients, in_flight),
         needed=max(policy.min_updates - len(in_flight), 0),

@@ -14,7 +14,7 @@ from fedssl.wire.device import code_fingerprint
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from fedssl.wire.records import content_bytes
 from server_app.federation import Federation
-from server_app.policies import Rebase
+from server_app.policies import apply_stale_update
 from server_app.validation import UpdateValidator, read_model_index
 from strategies.base import ServerStrategy
 from strategies.mods.base import Mod, exchanged_layers
@@ -199,7 +199,7 @@ class UpdateReader:
         slot.start = slot.candidates[read_model_index(reply, num_models=len(slot.candidates))]
         return self.validate(slot, reply, self.starts[slot.start].expected_upload, number=self.number)
 
-    def read_late(self, client: int, *, plan: Message, reply: Message, rebase: Rebase) -> ValidUpdate:
+    def read_late(self, client: int, *, plan: Message, reply: Message) -> ValidUpdate:
         """Return the update of a reply to an earlier plan, applied to the current model; raises `InvalidUpdate`."""
         current, number = self.starts[GLOBAL].expected_upload, int(plan.metadata.group_id)
         start_layers = TrainPlan.from_content(plan.content).layers
@@ -207,7 +207,9 @@ class UpdateReader:
         slot = ClientAssignment(client, (GLOBAL,), GLOBAL, tuple(start_layers), content_bytes(plan.content), (GLOBAL,))
         valid = self.validate(slot, reply, start, number=number)
         staleness = self.number - number
-        layers = rebase(valid.update.layers, start=start.layers, current=current.layers, staleness=staleness)
+        layers = apply_stale_update(
+            valid.update.layers, start=start.layers, current=current.layers, staleness=staleness
+        )
         update = replace(valid.update, layers=layers)
         return replace(valid, update=update, cosines=current.cosines_of(layers), staleness=staleness)
 

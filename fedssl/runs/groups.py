@@ -1,14 +1,14 @@
 """Group runs that differ only in their seed, and find the settings in which runs differ."""
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cache
 
 from fedssl.config.compose import RESULT_KEYS, RESUMABLE_KEYS
 from fedssl.config.statistics_settings import FEDERATED
 from fedssl.errors import sanitize
-from fedssl.logs import log
+from fedssl.logs import log_once
 from fedssl.plain_values import flatten
 from fedssl.runs.run import Run
 
@@ -61,9 +61,10 @@ def newest_of_each_seed(runs: Iterable[Run]) -> list[Run]:
     for used in newest:
         for run in of_seed[used.seed]:
             if differing := differing_results(run, used):
-                _warn_once(
+                log_once(
+                    logging.WARNING,
                     f"{run.folder} and {used.folder} have the same settings and seed but other results ({differing}), "
-                    f"a sign of other code, another machine or other threads; {used.folder}, the newest, is used"
+                    f"a sign of other code, another machine or other threads; {used.folder}, the newest, is used",
                 )
     return newest
 
@@ -75,11 +76,6 @@ def differing_results(run: Run, other: Run) -> str:
         if score.value != theirs.value:
             return f"{sanitize(name)} {score.shown:.6g} and {theirs.shown:.6g}"
     return ""
-
-
-@cache
-def _warn_once(text: str) -> None:
-    log.warning(sanitize(text))  # a command groups the same runs for each of its tables and figures
 
 
 def compared_settings(

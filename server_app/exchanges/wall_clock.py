@@ -41,7 +41,7 @@ class WallClockExchange(ClientMessenger, Exchange):
             timeout=sent.timeout,
             deadline=policy.deadline,
             min_replies=policy.min_replies,
-            uses_late=policy.rebase is not None,
+            uses_late=policy.uses_late,
         )
         yield from in_client_order(replies_of(pairs), sent)
         yield from self.late()

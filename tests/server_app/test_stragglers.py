@@ -20,10 +20,8 @@ from server_app.nodes import ClientDirectory, ClientManager
 from server_app.policies import apply_stale_update
 from server_app.training_loop import run_round
 from simulation.grid import SimulatedGrid
-from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.fedavg import FedAvg
 from strategies.types import GLOBAL, ServerState
-from strategies.weighted_sum import WeightedSum
 from tests.federation import Federation as Rounds
 from tests.server_app.small import LAYERS, small_federation
 
@@ -250,16 +248,6 @@ def test_a_silent_client_is_asked_again_after_the_timeout():
     time.sleep(0.15)
     run.state = ServerState(round=1)
     assert clients(run.round()) == [0, 1]
-
-
-def test_buffered_needs_clients_that_exchange_the_whole_model():
-    class Half(ServerStrategy):
-        def upload_names(self, model, round, layers):
-            return ("encoder.weight",)
-
-    run = Run(3, prompt, strategy=FedSSLStrategy(Half(WeightedSum)), buffered=True)
-    with pytest.raises(InputError, match="aggregation.buffered=true needs clients that all send and receive the whole"):
-        run.round()
 
 
 @pytest.mark.parametrize("buffered", [False, True])
