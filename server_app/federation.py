@@ -107,9 +107,13 @@ class Federation:
         return self.clients_per_round + self.policy.extra - len(in_flight)
 
     def requested_metrics(self, round: int) -> tuple[str, ...]:
-        """Return the metrics that clients report: those of the aggregator, and others for the log."""
-        reported = self.settings.algorithm.reported_metrics
-        return tuple(dict.fromkeys([*self.strategy.server.aggregator(round).required_metrics, *reported]))
+        """Return the metrics that clients report: those of the aggregator, and others for the log.
+
+        The aggregator of a later round, which may use the update, can require others (a warm-up has ended).
+        """
+        rounds = (round, self.settings.rounds) if self.policy.uses_late else (round,)
+        required = [name for one in rounds for name in self.strategy.server.aggregator(one).required_metrics]
+        return tuple(dict.fromkeys([*required, *self.settings.algorithm.reported_metrics]))
 
 
 def _without(client_ids: np.ndarray, excluded: Collection[int]) -> np.ndarray:

@@ -10,13 +10,16 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedssl.api import ServerParts
+from fedssl.errors import InputError
 from fedssl.logs import log
 from fedssl.wire.records import arrays_to_record
 from server_app.app import load_for_federation
-from server_app.build import build_run
+from server_app.build import RunComponents, build_run
 from server_app.exchanges.base import in_client_order
 from server_app.federation import Federation
+from server_app.messaging import no_activity
 from server_app.round import Round
+from server_app.statistics import with_statistics
 from server_app.updates import RoundResult
 from strategies.types import ServerState
 
@@ -24,9 +27,28 @@ from strategies.types import ServerState
 def server_parts(grid: Grid, overrides: Sequence[str]) -> ServerParts:
     """Return what a ServerApp needs for a run with these overrides."""
     settings = load_for_federation(grid, overrides)
-    federation = build_run(grid, settings).federation
+    components = build_run(grid, settings)
+    check_loop(components, grid)
+    federation = with_statistics(components, lambda: grid).federation
     start = arrays_to_record(federation.context.initial_model().layers)
     return ServerParts(FlowerStrategy(federation), start, settings.rounds)
+
+
+def check_loop(components: RunComponents, grid: Grid) -> None:
+    """Raise `InputError` for settings of the loop of fedssl's own ServerApp, which Flower's loop cannot fulfil."""
+    policy, exchange = components.federation.policy, components.make_exchange(grid, no_activity)
+    changes = {
+        exchange.without: bool(exchange.without),
+        "aggregation.buffered=false": policy.uses_late,
+        "aggregation.over_selection=0": policy.extra > 0,
+        "aggregation.round_deadline=null": policy.deadline is not None,
+        "aggregation.max_retries=0": policy.max_retries > 0,
+    }
+    if needed := [setting for setting, is_needed in changes.items() if is_needed]:
+        raise InputError(
+            "Flower's loop sends one message per client and round, waits for all replies and repeats no round; set "
+            f"{' '.join(needed)}, or use the ServerApp of fedssl"
+        )
 
 
 class FlowerStrategy(Strategy):
@@ -44,6 +66,12 @@ class FlowerStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
+        """Return the messages of the next round; raises `InputError` after the last one."""
+        rounds = self._federation.settings.rounds
+        if self.state.round >= rounds:
+            raise InputError(
+                f"the run has {rounds} rounds, after which no learning rate is defined; set rounds to more"
+            )
         # Nothing is resumed here, so clients need no states of earlier rounds.
         self._round = Round(self._federation, self.state, oldest_resumable=self.state.round)
         return self._round.messages

@@ -30,6 +30,13 @@ class LoopPolicy:
         """Return the policy of a round, which may have more clients than earlier ones."""
         return replace(self, min_replies=clients_per_round) if self.extra else self
 
+    def needed_updates(self, *, rejected: int) -> int:
+        """Return the number of updates that a round needs if so many replies are not usable.
+
+        A round that has waited for ``min_replies`` cannot wait for others in their place.
+        """
+        return max(self.min_updates - rejected, 1) if self.uses_late else self.min_updates
+
     @property
     def may_end_early(self) -> bool:
         """Return whether a round may end without some of its clients."""

@@ -168,7 +168,7 @@ class Round:
         try:
             valid = self._reader.read(slot, reply.message)
         except InvalidUpdate as reason:
-            self._result.drop(reply.client, str(reason))
+            self._result.reject(reply.client, str(reason))
             return None
         slot.destinations = self._routes.destinations(reply.client, slot.start)
         return valid
@@ -183,7 +183,7 @@ class Round:
         try:
             valid = self._reader.read_late(client, plan=late.plan, reply=late.message)
         except InvalidUpdate as reason:
-            self._result.drop(client, str(reason))
+            self._result.reject(client, str(reason))
             return None
         self.slots[client] = valid.slot
         return valid
@@ -191,7 +191,7 @@ class Round:
     def _select(self, collected: CollectedUpdates) -> None:
         """Drop the clients that mods select, and set the clusters of all others as destinations."""
         for client, reason in collected.select().items():
-            self._result.drop(client, reason)
+            self._result.reject(client, reason)
         if self._routes.clusters:
             clusters = collected.assign(self._federation.strategy.server)
             for client, name in clusters.items():

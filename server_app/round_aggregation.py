@@ -107,7 +107,9 @@ class RoundAggregation:
         federation, result = self._federation, self.result
         for reason, clients in result.clients_by_reason().items():
             log.warning("round %d: %s dropped: %s", result.round, clients, reason)
-        if problem := result.too_few(len(slots), needed=federation.policy.min_updates):
+        if problem := result.too_few(
+            len(slots), needed=federation.policy.needed_updates(rejected=len(result.rejected))
+        ):
             raise TooFewUpdatesError(problem)
         models = {
             name: new_model(federation, self._starts[name], aggregation, name=name, result=result)

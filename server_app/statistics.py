@@ -1,12 +1,14 @@
 r"""Mean and standard deviation of the clients' images, measured before round 1 (``dataset.mean=federated``).
 
 A sample of the clients sends sums of its images (`fedssl.statistics`). With secure aggregation the server receives only
-their total. With ``privacy=central`` every client has the same weight, and the server adds noise: each of K clients
-changes a sum of means and means of squares, in [0, 1] for C channels and taken relative to 1/2, by at most sqrt(C / 2),
-and the released means are
+their total. With ``privacy=central`` every client has the same weight, and the server adds noise to the sums of means
+and means of squares, in [0, 1] for C channels and taken relative to 1/2, and to the number K of clients that reply,
+since who replies is private, too. A client with the vector (m, 1/2) changes (sum of m, K / 2) by at most
+sqrt(2 C + 1) / 2, and the released means, relative to 1/2, are
 
 $$
-\frac{1}{K} \left( \sum_k m_k + \mathcal{N} \left( 0, \frac{z^2 C}{2} I \right) \right)
+\frac{\sum_k m_k + n}{K + 2 n_0} \quad \text{with} \quad
+(n, n_0) \sim \mathcal{N} \left( 0, \frac{z^2 (2 C + 1)}{4} I \right)
 $$
 
 which costs as much privacy as a round. The run has the numbers in its settings, and continues with them.
@@ -191,10 +193,13 @@ def release(
     settings, total = components.settings, answers.total
     counts: dict[str, Any] = {"clients": answers.clients, "asked": asked}
     if settings.privacy is not None:
-        noise = settings.privacy.noise_multiplier * math.sqrt(settings.data.channels / 2) / answers.clients
+        deviation = settings.privacy.noise_multiplier * math.sqrt(2 * settings.data.channels + 1) / 2
         path = (settings.seed, "noise", "statistics")  # as in a round, see `strategies.mods.privacy`
         random = np.random.default_rng() if components.context.is_deployment else numpy_generator(*path)
-        first, second = answers.centered / answers.clients + 0.5 + random.normal(0.0, noise, answers.centered.shape)
+        sums = answers.centered + random.normal(0.0, deviation, answers.centered.shape)
+        clients = min(max(answers.clients + 2 * random.normal(0.0, deviation), 1.0), float(asked))
+        first, second = sums / clients + 0.5
+        noise = deviation / clients
         mean, variance = np.clip(first, 0, 1), second - first**2
         if (variance * _MAX_RELATIVE_NOISE < noise).any():
             raise InputError(

@@ -64,6 +64,7 @@ class RoundResult:
     round: int
     clients: list[ClientMetrics] = field(default_factory=list)  # of the updates that were used
     dropped: dict[int, str] = field(default_factory=dict)  # reasons of clients without a usable update
+    rejected: list[int] = field(default_factory=list, compare=False)  # dropped clients that replied to this process
     late: list[int] = field(default_factory=list)  # clients with an unused update for an older plan
     state_metrics: dict[str, int] = field(default_factory=dict)  # of the states of simulated clients
     strategy_metrics: dict[str, Any] = field(default_factory=dict)
@@ -72,6 +73,11 @@ class RoundResult:
 
     def drop(self, client: int, reason: str) -> None:
         self.dropped[client] = sanitize_line(reason, max_chars=500)
+
+    def reject(self, client: int, reason: str) -> None:
+        """Drop a client whose reply is not used."""
+        self.rejected.append(client)
+        self.drop(client, reason)
 
     def clients_by_reason(self) -> dict[str, str]:
         """Return the dropped clients, e.g. ``client 1, 5``, by reason: of diverged training all have the same."""

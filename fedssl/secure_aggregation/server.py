@@ -93,12 +93,14 @@ def secure_mean_delta(
     length: int,
     round: int,
     max_weight: int = UNIFORM_WEIGHT,
+    min_clients: int = 0,
     message_type: str = "train",
 ) -> SecureMean:
     """Run the four phases with the nodes of ``contents``, whose deltas have a length; raises `TooFewParticipants`.
 
     ``send`` yields the messages with their replies. Clients have weights of at most ``max_weight``, of which the server
-    reads the sum; `UNIFORM_WEIGHT`: equal ones.
+    reads the sum; `UNIFORM_WEIGHT`: equal ones. Nothing is unmasked with fewer than ``min_clients``: if the caller
+    repeated the exchange, the difference of two sums would be the update of a client that is in one of them.
     """
     if len(contents) < MIN_CLIENTS:
         raise TooFewParticipants(f"{len(contents)} clients are available, and secure aggregation needs {MIN_CLIENTS}")
@@ -107,7 +109,9 @@ def secure_mean_delta(
     except InputError as reason:
         raise TooFewParticipants(str(reason)) from reason
     total = np.zeros(1 + length, np.uint32)
-    return _Round(send, graph, settings, SecureMean(graph), total, round, max_weight, message_type).run(contents)
+    return _Round(send, graph, settings, SecureMean(graph), total, round, max_weight, min_clients, message_type).run(
+        contents
+    )
 
 
 @dataclass
@@ -121,6 +125,7 @@ class _Round:
     _total: np.ndarray  # of the masked vectors, which start with their weight
     _round: int
     _max_weight: int
+    _min_clients: int
     _message_type: str
     _neighbors: dict[int, set[int]] = field(default_factory=dict)  # with the node itself
     _publics: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
@@ -220,12 +225,14 @@ class _Round:
 
     def _require_enough(self, phase: str, valid: set[int], reasons: Mapping[int, str]) -> None:
         """Raise `TooFewParticipants` if more clients dropped out than the graph tolerates."""
-        graph = self._graph
+        graph, remedy = self._graph, "a larger secure_aggregation.dropout_fraction tolerates more dropouts"
         if phase == UNMASK:
             enough = all(len(shares) >= graph.threshold for shares in self._shares.values())
             needed = f"{graph.threshold} of the {graph.shares} shares of every client are"
         else:
             fewest = graph.clients - graph.max_dropouts
+            if fewest < self._min_clients:
+                fewest, remedy = self._min_clients, "a smaller aggregation.min_updates tolerates more dropouts"
             enough, needed = len(valid) >= fewest, f"{fewest} are"
         if not enough:
             texts = sanitize_line(
@@ -233,8 +240,7 @@ class _Round:
             )
             raise TooFewParticipants(
                 f"too few clients completed secure aggregation: {len(valid)} of {graph.clients} after the phase "
-                f"{phase}, and {needed} needed ({texts}); a larger secure_aggregation.dropout_fraction tolerates more "
-                "dropouts"
+                f"{phase}, and {needed} needed ({texts}); {remedy}"
             )
 
     @contextmanager

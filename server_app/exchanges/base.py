@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from flwr.app import Message
 
@@ -76,7 +76,12 @@ class SentRound:
 
 
 class Exchange:
-    """Exchange of all rounds of a run, by default with clients that are always online and a run that saves nothing."""
+    """Exchange of all rounds of a run, by default with clients that are always online and a run that saves nothing.
+
+    ``without`` is the setting that replaces it by an exchange of one message per client and round, in wall-clock time.
+    """
+
+    without: ClassVar[str] = ""
 
     def in_flight(self, *, timeout: float) -> set[int]:
         """Return the nodes whose reply to an earlier plan is still awaited, for at most ``timeout`` seconds."""

@@ -53,6 +53,8 @@ class LocalSum:
 class SecureExchange(WallClockExchange):
     """Exchange by SecAgg+. ``policy.deadline`` is that of each phase."""
 
+    without = "secure_aggregation=none"
+
     def __init__(
         self, grid: Grid, settings: SecureAggregationSettings, *, on_activity: ActivityHook = no_activity
     ) -> None:
@@ -76,6 +78,7 @@ class SecureExchange(WallClockExchange):
                 length=summed_size(start.layers),
                 round=sent.round,
                 max_weight=self._max_weight,
+                min_clients=sent.policy.min_updates,
             )
         except TooFewParticipants as reason:
             raise TooFewUpdatesError(f"round {sent.round}: {reason}") from reason
@@ -155,9 +158,8 @@ def with_largest_weight(settings: Settings, strategy: FedSSLStrategy, *, images:
             "secure aggregation weights clients by their numbers of images, at most %d, and reveals the sum of these",
             secure.max_weight,
         )
-    clients = settings.clients_per_round + settings.aggregation.over_selection
-    if clients >= MIN_CLIENTS:
-        log.info(describe_graph(secure, graph_for(secure, clients)))
+    if settings.clients_per_round >= MIN_CLIENTS:
+        log.info(describe_graph(secure, graph_for(secure, settings.clients_per_round)))
     return replace(settings, secure_aggregation=secure)
 
 
@@ -171,6 +173,12 @@ def single_updates_stay_secret(settings: Settings) -> Problem:
             "secure_aggregation=secagg_plus reveals only the sum of updates; set privacy=none "
             "aggregation.buffered=false aggregation.max_norm_ratio=null, which need single updates"
         )
+    if aggregation.over_selection:
+        clients = settings.clients_per_round + aggregation.over_selection
+        return (
+            f"aggregation.over_selection={aggregation.over_selection} uses the first replies, but {SETTING} sums those "
+            f"of all clients; set aggregation.over_selection=0 clients_per_round={clients}"
+        )
     if settings.recording.snapshot_every:
         return "secure_aggregation=secagg_plus reveals no client's model; set snapshot_every=0"
     return None
@@ -178,7 +186,7 @@ def single_updates_stay_secret(settings: Settings) -> Problem:
 
 def graph_protects_updates(settings: Settings) -> Problem:
     """Require a graph of neighbors that protects the updates of this number of clients."""
-    secure, clients = settings.secure_aggregation, settings.clients_per_round + settings.aggregation.over_selection
+    secure, clients = settings.secure_aggregation, settings.clients_per_round
     if secure is None:
         return None
     if clients > MAX_CLIENTS:
@@ -229,6 +237,18 @@ def attempts_leave_no_state(parts: RunParts) -> Problem:
     )
 
 
+def sums_are_revealed_once(parts: RunParts) -> Problem:
+    """Require a checkpoint of each round: a resumed run repeats others, and two sums may differ by one client."""
+    every = parts.settings.recording.checkpoint_every
+    if not parts.settings.secure_aggregation or not parts.context.is_deployment or every == 1:
+        return None
+    return (
+        f"{SETTING} reveals one sum per round, but with checkpoint_every={every} a resumed run repeats up to "
+        f"{every - 1} rounds, and two sums with the same model reveal the update of a client that is in one of them; "
+        "set checkpoint_every=1"
+    )
+
+
 def cost_has_one_message(settings: Settings) -> Problem:
     """Refuse an estimate of the cost, which counts one message per client and round."""
     if settings.secure_aggregation is None:
@@ -242,5 +262,5 @@ def round_rules(settings: Settings) -> tuple[Rule[RoundExchange], ...]:
 
 
 SETTINGS_RULES = (single_updates_stay_secret, graph_protects_updates)
-RUN_RULES = (updates_are_summed, attempts_leave_no_state)
+RUN_RULES = (updates_are_summed, attempts_leave_no_state, sums_are_revealed_once)
 COST_RULES = (cost_has_one_message,)

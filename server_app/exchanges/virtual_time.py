@@ -152,6 +152,8 @@ class VirtualTimeExchange(WallClockExchange):
     with the earliest arrival times. ``deadline`` is in virtual seconds, ``timeout`` in those of the wall clock.
     """
 
+    without = "client_speed=none"
+
     def __init__(self, grid: Grid, model: VirtualTime) -> None:
         super().__init__(grid, keep_contents=True)
         self._model = model

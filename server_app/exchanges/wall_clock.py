@@ -1,7 +1,9 @@
 """The exchange with devices, and with simulated clients without virtual time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol, runtime_checkable
+
+from flwr.app import Message
 
 from server_app.exchanges.base import Exchange, Late, Received, SentRound, in_client_order
 from server_app.exchanges.sums import SumTask
@@ -43,7 +45,10 @@ class WallClockExchange(ClientMessenger, Exchange):
             min_replies=policy.min_replies,
             uses_late=policy.uses_late,
         )
-        yield from in_client_order(replies_of(pairs), sent)
+        replies = replies_of(pairs)
+        if policy.min_replies is not None and not policy.uses_late:
+            replies = first_replies(replies, policy.min_replies)
+        yield from in_client_order(replies, sent)
         yield from self.late()
 
     def late(self) -> list[Late]:
@@ -53,3 +58,15 @@ class WallClockExchange(ClientMessenger, Exchange):
     def flush(self) -> None:
         if isinstance(self._grid, FlushableGrid):
             self._grid.flush()
+
+
+def first_replies(replies: Iterable[Message], number: int) -> Iterator[Message]:
+    """Return replies until ``number`` are without error. Others, which arrive with the last one, are not used."""
+
+    def is_used(reply: Message) -> bool:
+        nonlocal number
+        used = number > 0
+        number -= not reply.has_error()
+        return used
+
+    return filter(is_used, replies)  # unlike a generator, it holds no reply, which is a whole model

@@ -156,10 +156,17 @@ def test_offline_clients_are_not_asked(caplog):
 
 
 def test_differential_privacy_weights_clients_equally_and_adds_noise():
-    """Of 40 clients and 1 channel: z sqrt(1 / 2) / 40 = 0.0018 with z = 0.1. It costs as much as a round."""
+    """Of 40 clients and 1 channel: z sqrt(3) / 2 / 40 = 0.0022 with z = 0.1. It costs as much as a round.
+
+    The number of clients has noise of 2 z sqrt(3) / 2 = 0.17, which is 0.4% of them.
+    """
     overrides = ["num_clients=40", "clients_per_round=4", "dataset.limit=100", *PRIVATE, "privacy.noise_multiplier=0.1"]
     settings = measured(*overrides)
-    assert settings.statistics.measured == {"clients": 40, "asked": 40, "noise": pytest.approx(0.1 * 0.5**0.5 / 40)}
+    assert settings.statistics.measured == {
+        "clients": 40,
+        "asked": 40,
+        "noise": pytest.approx(0.1 * 3**0.5 / 2 / 40, rel=0.02),
+    }
     components = build_components(compose([*SMALL, *overrides]), simulated_clients(40))
     images = components.client_data.image_data.images
     means = [images[torch.from_numpy(part)].numpy() / 255 for part in components.client_data.parts]
@@ -175,7 +182,8 @@ def test_differential_privacy_weights_clients_equally_and_adds_noise():
 
 
 def test_noise_that_hides_the_variance_is_refused():
-    with pytest.raises(InputError, match=r"standard deviation of 0.18 in the means of 4 clients, which hides their"):
+    """sqrt(3) / 2 / 3.3, which is the number of clients, 4, with its noise."""
+    with pytest.raises(InputError, match=r"standard deviation of 0.26 in the means of 4 clients, which hides their"):
         measured(*PRIVATE, "privacy.noise_multiplier=1")
 
 

@@ -126,6 +126,43 @@ def test_the_first_to_reply_count_if_more_are_asked():
     assert np.allclose(run.weight, LAYERS["encoder.weight"] + np.mean([4, 5, 6]))
 
 
+def test_no_more_count_if_several_reply_together():
+    run = Run(6, prompt, clients_per_round=3, over_selection=3)
+    report = run.round()
+    assert len(report.clients) == 3
+    assert sorted([*clients(report), *report.dropped]) == list(range(6))
+
+
+@pytest.mark.parametrize("unusable", [{0}, {0, 1, 2}])
+def test_an_unusable_reply_ends_no_run_with_buffering(unusable):
+    """A round ends at 3 replies, of which one or all have NaN; client 3 never replies."""
+    behaviors = dict.fromkeys(unusable, (1, "nan")) | {3: (NEVER, "good")}
+    run = Run(4, lambda client, round: behaviors.get(client, (1, "good")), buffered=True, min_updates=3)
+    if len(unusable) == 1:
+        assert (clients(run.round()), list(run.reports[0].dropped)) == ([1, 2], [0, 3])
+        return
+    with pytest.raises(TooFewUpdatesError, match="none of 4 clients sent a usable update"):
+        run.round()
+
+
+def test_an_outlier_ends_no_run_with_buffering(tmp_path):
+    """A round ends at 4 replies, of which those above 1.02 of the median norm are not used."""
+    overrides = ["num_clients=8", "dataset.limit=160", "aggregation.buffered=true", "aggregation.min_updates=4"]
+    rounds = Rounds(tmp_path, *overrides, "aggregation.max_norm_ratio=1.02")
+    rounds.run(2)
+    assert rounds.report.dropped
+    assert len(rounds.report.clients) + len(rounds.report.dropped) == 4
+
+
+def test_late_updates_have_the_metrics_after_a_warm_up(tmp_path):
+    """Of plans of the first two rounds, which weight by images, but used in a round that weights by loss."""
+    overrides = ["strategy=l_dawa", "strategy.weighting=loss", "strategy.warmup_rounds=2", "num_clients=5"]
+    rounds = Rounds(tmp_path, *overrides, "dataset.limit=100", "aggregation.buffered=true", "aggregation.min_updates=2")
+    rounds.run(3)
+    assert max(row.staleness for row in rounds.report.clients) > 0
+    assert rounds.report.dropped == {}
+
+
 def test_unused_late_replies_neither_end_a_round_nor_delay_it():
     """The first 2 of 3 replies count. The late reply of client 0 arrives before round 2, that of client 2 never."""
     slow = {(0, 1): (NEVER, "good"), (2, 2): (NEVER, "good"), (0, 3): (1, "error"), (1, 3): (1, "error")}
@@ -270,7 +307,8 @@ def test_the_model_is_the_sum_over_used_updates(tmp_path, seed, buffered):
         ways = [(1 + client) / math.sqrt(1 + age) for client, _, age in used]
         weight = weight + np.mean(ways)
         np.testing.assert_allclose(run.weight, weight, rtol=1e-5)
-        assert len(used) == len({client for client, _, _ in used}) >= 2
+        assert len(used) == len({client for client, _, _ in used}) >= 1
+        assert len(used) + (len(report.rejected) if buffered else 0) >= 2
         assert report.dropped.keys().isdisjoint(clients(report))
         now = {client for round, client in run.grid.asked[asked:] if round == report.round}
         assert now >= {client for client, round, age in used if age == 0}

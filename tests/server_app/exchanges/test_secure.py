@@ -1,6 +1,7 @@
 """Secure aggregation: the server sees a sum, the right one, and of nobody more."""
 
 import io
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from fedssl.config.load import compose
 from fedssl.errors import InputError, RunError
 from fedssl.secure_aggregation import client as client_side
 from server_app.build import build_run
-from server_app.exchanges.secure import SecureExchange
+from server_app.exchanges.secure import RUN_RULES, SecureExchange, sums_are_revealed_once
 from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.messaging import no_activity
 from server_app.round import Round
@@ -106,6 +107,22 @@ def test_no_single_update_reaches_the_server(tmp_path, monkeypatch):
         assert first.max() < 2**32
 
 
+def test_a_round_that_is_repeated_reveals_no_sum(tmp_path):
+    """The difference of two sums would be the update of the client that dropped out of the first."""
+    overrides = ["num_clients=5", "secure_aggregation.dropout_fraction=0.2"]
+    for min_updates, phases in ((4, 4), (5, 3)):
+        federation = Federation(
+            tmp_path / str(phases), *SMALL, *SECURE, *overrides, f"aggregation.min_updates={min_updates}"
+        )
+        exchange = Watched(federation, {federation.components.federation.nodes[4]: 3})
+        if phases == 4:
+            one_round(federation, exchange)
+        else:
+            with pytest.raises(RunError, match="4 of 5 .* and 5 are needed .* a smaller aggregation.min_updates"):
+                one_round(federation, exchange)
+        assert exchange.stage == phases
+
+
 def _file(reply):
     return io.BytesIO(reply.content.config_records[client_side.SECAGG_CONFIG_KEY]["masked_params"][1])
 
@@ -182,6 +199,10 @@ def test_a_whole_run(tmp_path, capsys):
         ),
         (["privacy=central", "encoder.norm=group"], "secure_aggregation=secagg_plus reveals only the sum of updates"),
         (["aggregation.max_norm_ratio=5"], "secure_aggregation=secagg_plus reveals only the sum of updates"),
+        (
+            ["aggregation.over_selection=1", "clients_per_round=3"],
+            "set aggregation.over_selection=0 clients_p",
+        ),
         (["secure_aggregation.threshold=5"], "secure_aggregation.threshold=5 but a client has 4 shares"),
         (["secure_aggregation.threshold=2"], "has 0 security bits"),
         (["secure_aggregation.neighbors=4"], "neighbors=4 but 4 clients per round have 3 others each"),
@@ -238,3 +259,13 @@ def test_devices_that_give_sums_only_train_in_a_secure_run(tmp_path):
     components = build_run(grid, compose([*overrides, f"output_dir={tmp_path / 'run'}"]))
     _, report = run_round(components.make_exchange(grid, no_activity), lambda: components.federation, ServerState())
     assert [row.client for row in report.clients] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("every", "is_deployment", "refused"), [(5, True, True), (1, True, False), (5, False, False)])
+def test_devices_need_a_checkpoint_of_each_round(every, is_deployment, refused):
+    settings = SimpleNamespace(secure_aggregation=object(), recording=SimpleNamespace(checkpoint_every=every))
+    parts = SimpleNamespace(settings=settings, context=SimpleNamespace(is_deployment=is_deployment))
+    assert sums_are_revealed_once in RUN_RULES
+    problem = sums_are_revealed_once(parts)
+    assert (problem is not None) == refused
+    assert problem is None or problem.endswith("set checkpoint_every=1")
