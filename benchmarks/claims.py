@@ -1,9 +1,10 @@
-"""The comparative claims of the five papers, and what our own rows say about each.
+"""Comparative claims of the five papers, and what our own rows say about each.
 
     uv run python -m benchmarks.claims
 
-`fedssl_bench/claims.yaml` lists what the papers state and the nearest rows of ours. This command computes the outcome
-of each claim from the entries of results.json and studies.jsonl, writes `fedssl_bench/claims.csv`, and prints counts.
+`fedssl_bench/claims.yaml` lists what we found in the papers (without supplements; of LW-FedSSL with appendices) and the
+nearest rows of ours. This command computes the outcome of each claim from the entries of results.json and
+studies.jsonl, writes `fedssl_bench/claims.csv`, and prints counts.
 
 The difference A - B is paired by seed, in points. If it is significant (p < 0.05, Holm's correction over the
 comparisons of a paper), the claim is *confirmed*, or the *opposite* is. Otherwise there is *no difference* if the
@@ -15,7 +16,7 @@ import csv
 import io
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,21 +76,28 @@ def read_rows() -> dict[Address, dict[int, dict[str, float]]]:
 
 
 def read_claims() -> list[Claim]:
-    """Return all claims in the order of the papers."""
+    """Return the listed claims in the order of the papers."""
     content = yaml.safe_load(CLAIMS.read_text())
     claims = [claim for statement in content["tables"] for claim in _of_table(statement)]
     for figure in content["figures"]:
         a, b, result = figure.pop("ours", (None, None, None))
-        numbers = figure.pop("paper_numbers", None)
-        comparisons = ((a, b, result),) if a else ()
-        figure = {"relation": "above"} | figure
-        claims.append(Claim(**figure, numbers=tuple(numbers) if numbers else None, comparisons=comparisons))
+        numbers, setting = figure.pop("paper_numbers", None), figure.pop("setting")
+        cells = figure.pop("cells", {"": numbers})
+        claim = Claim(
+            **{"relation": "above"} | figure, setting="", numbers=None, comparisons=((a, b, result),) if a else ()
+        )
+        for cell, pair in cells.items():
+            name = f"{setting}, {cell}" if cell else setting
+            claims.append(replace(claim, setting=name, numbers=tuple(pair) if pair else None))
     return sorted(claims, key=lambda claim: list(NAMES).index(claim.paper))
 
 
 def _of_table(statement: Mapping[str, Any]) -> Iterator[Claim]:
     paper, _, name = statement["table"].partition(".")
     table = yaml.safe_load((PAPERS_FOLDER / f"{paper}.yaml").read_text())["tables"][name]
+    if "across" in statement:
+        yield from _of_columns(statement, paper, table)
+        return
     pairs = statement.get("pairs") or [(a, b) for a in statement["a"] for b in statement["b"]]
     for column in statement.get("columns", range(len(table["columns"]))):
         sources = statement.get("ours", {}).get(column, [])
@@ -110,6 +118,29 @@ def _of_table(statement: Mapping[str, Any]) -> Iterator[Claim]:
                 (numbers[0], numbers[1]),
                 tuple(one for one in comparisons if one),
                 statement.get("differs", ""),
+            )
+
+
+def _of_columns(statement: Mapping[str, Any], paper: str, table: Mapping[str, Any]) -> Iterator[Claim]:
+    """Return claims that compare two columns within a row; A and B have the settings in which these differ."""
+    for row in (table["rows"][index] for index in statement["rows"]):
+        for columns in statement["across"]:
+            a, b = (table["columns"][column] for column in columns)
+            names, common = [_label(row), _label(row)], [statement["setting"]]
+            for key in (key for key in a if key != "result"):
+                if a[key] == b[key]:
+                    common.append(f"{key}={a[key]}")
+                else:
+                    names = [f"{name}, {key}={column[key]}" for name, column in zip(names, (a, b), strict=True)]
+            yield Claim(
+                paper,
+                statement["place"],
+                names[0],
+                statement.get("relation", "above"),
+                names[1],
+                ", ".join(common),
+                a["result"],
+                (_number(row["numbers"][columns[0]]), _number(row["numbers"][columns[1]])),
             )
 
 
@@ -233,15 +264,20 @@ def to_text(lines: Sequence[Mapping[str, str]]) -> str:
     return stream.getvalue()
 
 
+def against(lines: Iterable[Mapping[str, str]]) -> list[Mapping[str, str]]:
+    """Return the claims that the numbers of the paper's own table contradict."""
+    return [line for line in lines if line["relation"] == "above" and float(line["paper_difference"] or 1) < 0]
+
+
 def counts(lines: Sequence[Mapping[str, str]]) -> str:
     """Return the table of the number of claims by paper and outcome."""
     number = Counter((line["paper"], line["outcome"]) for line in lines)
     papers = dict.fromkeys(line["paper"] for line in lines)
     body = [[paper, *(str(number[paper, name]) for name in OUTCOMES)] for paper in papers]
     body.append(["all", *(str(sum(number[paper, name] for paper in papers)) for name in OUTCOMES)])
-    against = sum(line["relation"] == "above" and float(line["paper_difference"] or 1) < 0 for line in lines)
     table = markdown([["paper", *OUTCOMES], *body], left=1)
-    return f"{table}\n{len(lines)} claims, of which {against} are against the numbers of the paper's own table.\n"
+    contradicted = len(against(lines))
+    return f"{table}\n{len(lines)} claims, of which {contradicted} are against the numbers of the paper's own table.\n"
 
 
 def main() -> None:

@@ -2,17 +2,22 @@
 
 import csv
 import re
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from benchmarks import study
-from benchmarks.claims import TABLE, Claim, counts, outcome, paired, read_claims, read_rows, table, to_text
+from benchmarks.claims import TABLE, Claim, against, counts, outcome, paired, read_claims, read_rows, table, to_text
 from benchmarks.fedssl_bench.suites import SUITES
 from fedssl.config.overrides import CONF
+from fedssl.report.paper_table import PAPERS_FOLDER
 from fedssl.report.significance import compare
 
 CLAIM = Claim("fedu", "Table 0", "A", "above", "B", "here", "linear", (60.0, 50.0), (("s/m/a", "s/m/b", "linear"),))
+
+PAPER = yaml.safe_load((PAPERS_FOLDER / "l_dawa.yaml").read_text())
 
 
 def rows_of(a: list[float], b: list[float]) -> dict[str, dict[int, dict[str, float]]]:
@@ -58,6 +63,75 @@ def test_the_recorded_table_is_that_of_the_entries():
     lines = table(read_claims(), read_rows())
     assert TABLE.read_text() == to_text(lines), "run: uv run python -m benchmarks.claims"
     assert counts(lines).partition("\n\n")[0] in (CONF.parent / "benchmarks" / "README.md").read_text()
+    outcomes = Counter(line["outcome"] for line in lines)
+    number = f"{len(lines):,}"
+    texts = {
+        "README.md": f"Of {number} claims of the papers these small runs "
+        f"[confirm {outcomes['confirmed']} and contradict {outcomes['opposite']}]",
+        "CHANGELOG.md": f"the outcome of {number} claims",
+        "docs/papers.md": f"the outcome of {number} claims",
+        "benchmarks/README.md": f"Of the {number} claims, {len(against(lines))} are against",
+    }
+    for file, text in texts.items():
+        assert text in (CONF.parent / file).read_text(), file
+    papers = Counter(line["paper"] for line in against(lines))
+    assert (
+        f"below 0): {', '.join(f'{name} {number}' for name, number in papers.most_common())}."
+        in (CONF.parent / "benchmarks" / "README.md").read_text()
+    )
+
+
+def test_columns_and_cells_become_claims_of_their_own():
+    lines = list(csv.DictReader(TABLE.open()))
+    first, *_ = (line for line in lines if line["a"].endswith("partition.alpha=0.6") and "barlow_twins" in line["a"])
+    assert first["b"] == "method=l_dawa/barlow_twins, strategy=fedavg, partition.alpha=0.1"
+    assert (first["setting"], first["paper_a"], first["paper_b"]) == (
+        "CIFAR-10, K = 10, R = 200, E = 1",
+        "54.82",
+        "53.45",
+    )
+    amazon = [line for line in lines if line["setting"].startswith("Amazon, ") and line["relation"] == "above"]
+    assert [(line["setting"], line["paper_difference"]) for line in amazon] == [
+        ("Amazon, 100%", "0.40"),
+        ("Amazon, 10%", "0.90"),
+        ("Amazon, 1%", "1.80"),
+    ]
+
+
+def test_claims_against_the_papers_own_tables_are_found():
+    lines = [line for line in against(csv.DictReader(TABLE.open())) if line["paper"] == "FedU2"]
+    decorr = [line for line in lines if line["b"].endswith("regularizer=decorr")]  # "FedDecorr performs the worst"
+    assert ("70.61", "74.56") in [(line["paper_a"], line["paper_b"]) for line in decorr]
+    assert len(decorr) == 4
+    assert {line["setting"].partition("num_clients=")[2] for line in decorr} == {"10"}
+
+
+def test_gains_and_gaps_are_differences_of_the_tables():
+    def numbers(name: str) -> list[list[float]]:
+        return [row["numbers"] for row in PAPER["tables"][name]["rows"]]
+
+    def minus(a: list[float], b: list[float]) -> list[float]:
+        return [one - other for one, other in zip(a, b, strict=True)]
+
+    dirichlet, single, silo, levels = map(numbers, ("table3", "table3_single_class", "table2", "table4"))
+    gaps = [[abs(gap) for gap in minus(one, other)] for one, other in zip(dirichlet, single, strict=True)]
+    gains = [minus(table[row + 1], table[row]) for row in (0, 2) for table in (single, dirichlet, levels)]
+    silo_gain = minus(silo[4], silo[0])
+    found = defaultdict(list)
+    for claim in read_claims():
+        if claim.paper == "l_dawa" and claim.metric.startswith(("gap", "gain")):
+            found[claim.place.partition(" and")[0], claim.metric.split()[0]].append(claim.numbers)
+    expected = {
+        ("Table 3", "gap"): [*zip(gaps[0], gaps[1], strict=True), *zip(gaps[2], gaps[3], strict=True)],
+        ("Table 3", "gain"): [*zip(gains[0] + gains[1], gains[3] + gains[4], strict=True)],
+        ("Table 4", "gain"): [*zip(gains[2], gains[5], strict=True)],
+        ("Table 2", "gain"): [
+            (silo_gain[base + part], silo_gain[base + 3 + part]) for base in (0, 6) for part in range(3)
+        ],
+    }
+    assert found.keys() == expected.keys()
+    for key, pairs in expected.items():
+        assert found[key] == [pytest.approx(pair, abs=1e-6) for pair in pairs], key
 
 
 def test_claims_have_the_papers_numbers_and_existing_rows():
