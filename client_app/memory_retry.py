@@ -23,7 +23,7 @@ from fedssl.machine.out_of_memory import free_cached_memory, is_out_of_memory
 T = TypeVar("T")
 TrySteps = Callable[[int, str], None]  # trains for a few steps with a batch size and a precision
 
-MIN_BATCH_SIZE = 2
+MIN_BATCH_SIZE = 3  # the largest `SSLMethod.min_batch_size`: what is recommended is accepted
 _OTHERS = 8  # other processes are named if they use more than one part in eight of the memory
 
 _remedies: dict[object, str] = {}  # that this process has measured, by settings and stages

@@ -172,7 +172,10 @@ def new_model(
     model = replace(
         model,
         layers={**model.layers, **new},
-        broadcast=federation.context.method.aggregate_parts(aggregation.gathered, model.broadcast),
+        broadcast={
+            **model.broadcast,
+            **federation.context.method.aggregate_parts(aggregation.gathered, model.broadcast),
+        },
         strategy_state=strategy_state,
         mod_states={mod: state for mod, state in states.items() if state},
         num_updates=model.num_updates + 1,

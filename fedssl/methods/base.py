@@ -282,12 +282,12 @@ class SSLMethod(nn.Module):
         return None
 
     def aggregate_parts(self, uploaded: Sequence[Layers], broadcast: Layers) -> Layers:
-        """Compute the next broadcast parts on the server, with the names, shapes and dtypes of the current ones.
+        """Compute the broadcast parts on the server that change, with the shapes and dtypes of the current ones.
 
         ``uploaded`` are the parts of each client of the round, ordered by partition id; at least one. ``broadcast`` are
         at first the buffers of the newly built method.
         """
-        return broadcast
+        return {}
 
 
 def build_encoder(model: ModelSettings) -> Encoder:

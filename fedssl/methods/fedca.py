@@ -140,8 +140,5 @@ class FedCA(ProjectorMethod):
 
     def aggregate_parts(self, uploaded: Sequence[Layers], broadcast: Layers) -> Layers:
         if not self.uploaded_parts:
-            return broadcast
-        return {
-            **broadcast,
-            DICTIONARY: enqueue(broadcast[DICTIONARY], [layers[LOCAL_DICTIONARY] for layers in uploaded]),
-        }
+            return {}
+        return {DICTIONARY: enqueue(broadcast[DICTIONARY], [layers[LOCAL_DICTIONARY] for layers in uploaded])}

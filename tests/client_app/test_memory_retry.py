@@ -5,18 +5,22 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+import yaml
+from hydra.utils import get_class
 
 from client_app import memory_retry, worker
 from client_app.app import app
 from client_app.memory_retry import run_with_retry
 from client_app.simulated import MARKER_KEY, SimulationMarker
 from fedssl.config.load import load_settings, parse_client_config, with_run_folder
+from fedssl.config.overrides import CONF
 from fedssl.flower_internals import assign_message_id
 from fedssl.wire.messages import ClientUpdate
 from server_app.round import Round
 from tests.client_app.test_edge_client import node, plan  # noqa: F401, fixtures
 from tests.devices import ask, context
 from tests.federation import Federation
+from tests.methods import METHODS
 
 
 @pytest.fixture
@@ -83,3 +87,8 @@ def test_the_first_attempt_of_a_retrying_engine_fails(tmp_path, fail):
     assert len(attempts) == 1
     node_context.node_config[MARKER_KEY] = SimulationMarker()
     assert "no batch_size fits; set a smaller encoder" in app(message, node_context).error.reason
+
+
+def test_every_method_accepts_the_recommended_batch_sizes():
+    targets = [yaml.safe_load((CONF / "method" / f"{name}.yaml").read_text())["_target_"] for name in METHODS]
+    assert max(get_class(target).min_batch_size for target in targets) == memory_retry.MIN_BATCH_SIZE

@@ -10,6 +10,7 @@ from server_app.round import Round
 from strategies.types import GLOBAL
 from tests.cases import some
 from tests.federation import Federation, finish
+from tests.methods import overrides_of
 
 RULES = ["fedavg", "l_dawa", "eua", "euc", "median", "local_only", "per_ssl"]  # kinds of aggregation and of exchange
 SMALL = ["batch_size=16", "method=orchestra"]
@@ -113,3 +114,26 @@ def test_a_part_that_cannot_be_used_drops_the_client(tmp_path, spoil, reason):
     assert [row.client for row in report.clients] == [0, 2]
     slow = clustered_slowly(np.concatenate([local[0], local[2]]), clusters=5)
     np.testing.assert_allclose(state.models[GLOBAL].broadcast["centroids"], slow, atol=1e-6)
+
+
+SERVER_SIDES = {"orchestra": SMALL, "fedca": ["method=fedca"], "fedsc": ["method=fedsc"], "mar": overrides_of("mar")}
+
+
+@pytest.mark.parametrize("method", some(SERVER_SIDES, default=["orchestra"]))
+def test_static_parts_stay_beside_those_of_the_method(tmp_path, method):
+    """The initial encoder, which clients that participate for the first time in a later round need as well."""
+    overrides = [
+        *SERVER_SIDES[method],
+        "regularizer=l2_sp",
+        "num_clients=4",
+        "clients_per_round=2",
+        "dataset.limit=100",
+    ]
+    federation = Federation(tmp_path, *overrides)
+    sent = {*federation.components.context.initial_model().broadcast}
+    assert any(name.startswith("initial_encoder.") for name in sent)
+    for _ in range(3):
+        federation.run(1)
+        assert federation.report.dropped == {}
+        assert set(federation.state.models[GLOBAL].broadcast) == sent
+    assert len(federation.state.last_participation) > 2
