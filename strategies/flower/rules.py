@@ -3,11 +3,11 @@
 All have the further arguments of `strategies.flower.base.Options`, those of Flower's `FedAvg` among them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Unpack
 
-from flwr.app import ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 
 from fedssl.arrays import Layers
 from fedssl.config.constraints import check_arguments
@@ -173,18 +173,28 @@ class LayerWise(FlowerRule):
         self.phases = layer_wise(
             rounds=rounds, depth=len(stages), rounds_per_stage=rounds_per_stage, weight_transfer=weight_transfer
         )
-        self._phase: Phase | None = None
+        self._phase: Phase | None = None  # of this round
+        self._reached: Phase | None = None  # of the arrays that Flower has
         server = fedavg.FedAvg(weighting=weighting).server
         super().__init__(server, task=ClientTask(keeps_trained=False), **options)
 
     def begin_round(self, layers: Layers, round: int, config: ConfigRecord) -> tuple[Layers, list[str]]:
         check_parts(layers, stages=[part for parts in self.stages for part in parts])
-        phase, before = phase_at(self.phases, round), self._phase
-        if phase.weight_transfer and before is not None and before.number < phase.number:
-            old, new = (f"{self.stages[depth - 1][-1].rstrip('./')}." for depth in (phase.depth - 1, phase.depth))
-            layers = {**layers, **(copy_stage(layers, old, new) or {})}
-        self._phase = phase
+        self._phase = phase = phase_at(self.phases, round)
+        self._reached = self._reached or phase
+        for later in self.phases[self._reached.number : phase.number]:
+            if later.weight_transfer:
+                old, new = (f"{self.stages[depth - 1][-1].rstrip('./')}." for depth in (later.depth - 1, later.depth))
+                layers = {**layers, **(copy_stage(layers, old, new) or {})}
         config["num-stages"], config["num-frozen-stages"] = phase.depth, phase.frozen
         others = [part for parts in (*self.stages[: phase.frozen], *self.stages[phase.depth :]) for part in parts]
         layers, names = super().begin_round(layers, round, config)
         return layers, [name for name in names if not in_parts(name, others)]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        if arrays is not None:  # else Flower keeps the arrays from before the transfer of weights
+            self._reached = self._phase
+        return arrays, metrics

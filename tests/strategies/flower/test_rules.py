@@ -197,6 +197,21 @@ def test_stages_advance_and_start_with_the_weights_before_them():
     assert result["head"] == [3.0]
 
 
+def test_rounds_without_a_usable_reply_do_not_lose_the_transfer():
+    """Stage 2 is never trained: it starts twice as stage 1 ended, with 1 + 1, and so does stage 3 after it."""
+    layers = {f"net.{n}.w": np.full(2, value, np.float32) for n, value in ((1, 1.0), (2, 7.0), (3, 9.0))}
+    seen = []
+
+    def train(client, round, layers, config):
+        seen.append([float(array[0]) for array in layers.values()])
+        return {name: array + np.float32(np.nan if round in (2, 3) else 1) for name, array in layers.items()}
+
+    strategy = LayerWise(stages=["net.1", "net.2", "net.3"], rounds=4, rounds_per_stage=[1, 2, 1])
+    result, _ = run(strategy, app_of(train), layers, clients=1, rounds=4)
+    assert seen == [[1, 7, 9], [2, 2, 9], [2, 2, 9], [2, 2, 2]]
+    assert [float(array[0]) for array in result.values()] == [2, 2, 3]
+
+
 def test_local_arrays_stay_on_their_client_also_for_evaluation():
     def train(client, round, layers, config):
         return {"head": layers["head"] + np.float32(client + 1), "body": layers["body"] + np.float32(client)}
