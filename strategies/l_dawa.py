@@ -89,14 +89,15 @@ class LDAWAServer(ServerStrategy):
     """Server whose first ``rounds`` rounds are federated averaging weighted by examples.
 
     Warn once if the cosines shrink a layer much: the same step then turns it more, so that its cosines fall further.
+    ``can_normalize``: whether ``normalize`` would prevent this.
     """
 
     _has_warned = False
 
-    def __init__(self, make_aggregator: Callable[[], Aggregator], *, rounds: int) -> None:
+    def __init__(self, make_aggregator: Callable[[], Aggregator], *, rounds: int, can_normalize: bool) -> None:
         super().__init__(make_aggregator)
         check_arguments("strategy", warmup_rounds=rounds)
-        self.rounds = rounds
+        self.rounds, self._can_normalize = rounds, can_normalize
 
     def aggregator(self, round: int, name: str = GLOBAL) -> Aggregator:
         return WeightedSum(weighting="examples") if round <= self.rounds else super().aggregator(round)
@@ -111,8 +112,8 @@ class LDAWAServer(ServerStrategy):
                 self._has_warned = True
                 log.warning(
                     "L-DAWA has multiplied the norm of %s by %.2f in round %d; layers with small cosines shrink more "
-                    "and more: set strategy.normalize=true, or a smaller optimizer.lr",
-                    *(name, ratios[name], done.round),
+                    "and more: set %sa smaller optimizer.lr",
+                    *(name, ratios[name], done.round, "strategy.normalize=true, or " if self._can_normalize else ""),
                 )
         return super().after_aggregation(done)
 
@@ -171,4 +172,5 @@ class LDAWA(FedSSLStrategy):
         client = client or ClientStrategy()
         if scale_at == "client":
             client.change_upload = ScaleUpload(buffers, warmup_rounds)
-        super().__init__(LDAWAServer(aggregator, rounds=warmup_rounds), client)
+        can_normalize = scale_at == "server" and not normalize
+        super().__init__(LDAWAServer(aggregator, rounds=warmup_rounds, can_normalize=can_normalize), client)

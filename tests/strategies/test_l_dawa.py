@@ -92,3 +92,7 @@ def test_a_warning_once_if_a_kernel_shrinks(caplog):
     assert after(strategy, 4, turned) == [warning]
     caplog.clear()
     assert after(LDAWA(normalize=True), 1, kept) == []
+    for options in ({"normalize": True}, {"scale_at": "client"}):  # which has it, and which cannot have it
+        caplog.clear()
+        (warning,) = after(LDAWA(**options), 1, [kernel / 2 for kernel in kept])
+        assert warning.endswith("layers with small cosines shrink more and more: set a smaller optimizer.lr")
