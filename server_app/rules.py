@@ -19,7 +19,7 @@ from server_app.callbacks import early_stopping
 from server_app.exchanges import secure, virtual_time
 from strategies.mods import MODS
 from strategies.mods.base import Mod
-from strategies.rules import RoundExchange, RunParts, strategy_supports_run
+from strategies.rules import RoundExchange, RunParts, strategy_supports_run, weights_by_loss_have_losses
 
 
 def encoder_has_size_of_images(settings: Settings) -> Problem:
@@ -111,6 +111,7 @@ COST_RULES: Sequence[Rule[Settings]] = secure.COST_RULES  # about what an estima
 RUN_RULES: Sequence[Rule[RunParts]] = (
     *initial_weights.RUN_RULES,
     strategy_supports_run,
+    weights_by_loss_have_losses,
     batches_suffice,
     compiled_encoder_is_trained,
     regularizer_has_its_input,

@@ -7,6 +7,7 @@ from fedssl.config.settings import Settings
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer
 from fedssl.rules import Problem, Rule
+from fedssl.wire.messages import TRAIN_LOSS
 from strategies.base import FedSSLStrategy
 from strategies.run_context import RunContext
 from strategies.types import GLOBAL, Aggregator
@@ -45,6 +46,18 @@ class RoundExchange:
 def strategy_supports_run(parts: RunParts) -> Problem:
     """Refuse what the algorithm does not support."""
     return parts.strategy.problem(parts.context)
+
+
+def weights_by_loss_have_losses(parts: RunParts) -> Problem:
+    """Refuse weights by losses of a training that has none, whatever the strategy."""
+    settings, server = parts.settings, parts.strategy.server
+    metrics = {name for round in (1, settings.rounds) for name in server.aggregator(round).required_metrics}
+    if settings.training.epochs or TRAIN_LOSS not in metrics:
+        return None
+    return (
+        f"strategy={settings.recording.choices['strategy']} weights clients by the losses of their training, and with "
+        "local_epochs=0 there are none; set local_epochs=1 or more"
+    )
 
 
 def needs_full_exchange(what: str) -> Rule[RoundExchange]:

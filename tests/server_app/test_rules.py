@@ -29,3 +29,10 @@ def test_views_follow_the_statistics_of_the_images(tmp_path):
     Federation(tmp_path, "dataset.mean=[0.4]")
     Federation(tmp_path, "augmentation.mean=[0.4]", "dataset.mean=[0.4]")
     Federation(tmp_path, "dataset.mean=[0.4]", "dataset.channels=3")
+
+
+@pytest.mark.parametrize("overrides", [["strategy=loss_weighted"], ["strategy=l_dawa", "strategy.weighting=loss"]])
+def test_weights_by_loss_need_a_local_epoch(tmp_path, overrides):
+    with pytest.raises(InputError, match=f"^{overrides[0]} weights .* losses .* set local_epochs=1 or more"):
+        Federation(tmp_path, *overrides, "local_epochs=0")
+    Federation(tmp_path, "strategy=l_dawa", "local_epochs=0")
