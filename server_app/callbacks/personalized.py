@@ -1,9 +1,10 @@
 """Personalized evaluation at the end of a simulated run, clients that never trained included.
 
 Every client returns its encoder (`strategies.base.ClientStrategy.personalized_model`): the global model, that of its
-cluster, its own among neighbors, or one with local parts. An unseen client, which never trained, returns the received
-encoder and the one after a few local epochs. Each is evaluated on all test images, and on a subset with the client's
-class frequencies (`fedssl.evaluation.sampling`).
+cluster, its own among neighbors, or one with local parts. Of a model with an average over rounds it receives the
+average, which is evaluated and exported; layers that it keeps stay those of its last training. An unseen client, which
+never trained, returns the received encoder and the one after a few local epochs. Each is evaluated on all test images,
+and on a subset with the client's class frequencies (`fedssl.evaluation.sampling`).
 """
 
 import json
@@ -28,6 +29,7 @@ from fedssl.seeding import torch_generator
 from fedssl.wire.messages import PersonalizedModelRequest
 from server_app.build import RunComponents
 from server_app.callbacks.base import Callback, RunEnd
+from server_app.client_models import MappedValues
 from server_app.messaging import ClientMessenger
 from server_app.plans import PlanBuilder
 from server_app.run_folder import PERSONALIZED_FILE
@@ -102,7 +104,9 @@ def request_personalized_encoders(
     candidates = {
         client: federation.strategy.server.candidate_models(state, state.round + 1, client) for client in clients
     }
-    plans = PlanBuilder(federation, state, candidates=candidates, extra_models=(), oldest_resumable=0)
+    evaluated = MappedValues(state.models, lambda model: replace(model, layers=model.evaluated))
+    served = replace(state, models=evaluated)
+    plans = PlanBuilder(federation, served, candidates=candidates, extra_models=(), oldest_resumable=0)
     messages = [
         Message(request.attach_to(content), federation.nodes[client], "train.personalized")
         for client, content in plans.contents.items()

@@ -21,6 +21,7 @@ from server_app.callbacks.personalized import (
 from server_app.messaging import ClientMessenger
 from simulation.run import run
 from strategies import cluster_assignment
+from strategies.fedbn import batch_norm_names
 from strategies.types import GLOBAL
 from tests.federation import Federation
 from tests.runs import read_summary
@@ -59,6 +60,22 @@ def test_under_averaging_all_use_the_global_model(tmp_path):
     assert [(one.client, one.group) for one in judged] == [*participants, (3, UNSEEN), (3, UNSEEN_ADAPTED)]
     assert len({one.global_test["knn"] for one in judged[:4]}) == 1
     assert len({one.local_test["knn"] for one in judged[:3]}) > 1
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "fedbn"])
+def test_of_an_average_over_rounds_clients_use_what_is_evaluated(tmp_path, strategy):
+    """FedBN's clients combine it with the batch norm of their last training."""
+    average = ["model_average=last", "model_average.rounds=2", "optimizer.lr=0.3"]
+    federation = Federation(tmp_path, f"strategy={strategy}", *average, *NEW, "clients_per_round=3")
+    federation.run(2)
+    model = federation.state.models[GLOBAL]
+    kept = batch_norm_names(federation.components.method) if strategy == "fedbn" else []
+    found = encoders(federation, [0, 1, 3])
+    for client, (_, layers) in found.items():
+        for name in (name for name, layer in layers.items() if layer.dtype.kind == "f"):
+            is_own = client != 3 and name in kept
+            assert np.array_equal(layers[name], model.evaluated[name]) != is_own
+    assert any(not np.array_equal(layer, model.layers[name]) for name, layer in found[3][1].items())
 
 
 @pytest.mark.parametrize(
