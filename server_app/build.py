@@ -144,12 +144,13 @@ def build_components(settings: Settings, clients: ClientDirectory, *, reads_imag
     )
     method.encoder.check_image_shape((data.channels, data.size, data.size))
     check_rules(RUN_RULES, parts)
-    strategy.server.prepare(context)
     client_data = None
     untrained = frozenset(range(settings.num_clients - settings.unseen_clients, settings.num_clients))
     if not task:
         settings, client_data = make_client_data(settings, method, load_images())
         untrained |= client_data.few_images
+    context = replace(context, untrained_clients=untrained)
+    strategy.server.prepare(context)
     per_round = min(settings.clients_per_round, settings.num_clients - len(untrained))
     training = LocalTrainer.build(settings.training, method, term=strategy.client.term)
     if reads_images:
@@ -171,7 +172,6 @@ def build_components(settings: Settings, clients: ClientDirectory, *, reads_imag
         round_rules=round_rules(settings, mods),
         mods=mods,
         extract_features=make_feature_extractor(context, strategy.server.num_comparison_images if reads_images else 0),
-        untrained_clients=untrained,
         trains_new_devices=trains_new_devices,
         client_flops=no_flops if costs is None else costs.client_flops,
     )

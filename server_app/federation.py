@@ -44,7 +44,6 @@ class Federation:
     mods: Sequence[Mod] = ()  # in the order of their hooks
     # Returns features of the server's images under a model, for strategies that compare models.
     extract_features: Callable[[Layers], Tensor] = raise_no_server_images
-    untrained_clients: frozenset[int] = frozenset()  # they never train: unseen ones, and those with too few images
     trains_new_devices: bool = False  # devices that join later train in every round as well
     client_flops: Callable[[Phase, int], float] = no_flops  # of a client's round, for virtual time
 
@@ -55,6 +54,10 @@ class Federation:
     @property
     def nodes(self) -> Mapping[int, int]:
         return self.directory.nodes
+
+    @property
+    def untrained_clients(self) -> frozenset[int]:
+        return self.context.untrained_clients
 
     @property
     def clients_per_round(self) -> int:

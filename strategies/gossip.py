@@ -2,8 +2,9 @@
 
 Decentralized averaging as in Dec-SSL's fully decentralized case (Wang et al., ICLR 2023, arXiv 2210.10947, section
 6.1). In a round client i trains its model to y_i, and then uses x_i = sum_j W_ij y_j over itself and its neighbors in
-a connected graph, with Metropolis-Hastings weights (`strategies.topology`). The server only relays: it stores the
-models and mixes them on behalf of the clients, so that a client downloads only its own mixture.
+a connected graph over the clients that train, with Metropolis-Hastings weights (`strategies.topology`). The server
+only relays: it stores the models and mixes them on behalf of the clients, so that a client downloads only its own
+mixture.
 
 The edges of a client that is missing in a round (not sampled, failed, late) are ignored. Its weight goes to its
 neighbors' own models, so that the weights of the present clients stay symmetric and sum to 1. Its own model stays
@@ -70,9 +71,10 @@ class NeighborAverage(WeightedSum):
 
 
 class GossipServer(ServerStrategy):
-    """Server side: a model for each client, and a graph of ``make_graph``, given the number of clients and the seed.
+    """Server side: a model for each client, and a graph of ``make_graph``.
 
-    ``star``: whether the server is the hub, with one model.
+    This function receives the number of clients, those that never train, and the seed. ``star``: whether the server is
+    the hub, with one model.
     """
 
     def __init__(self, make_graph: Callable[..., "nx.Graph"], *, star: bool) -> None:
@@ -133,7 +135,10 @@ class GossipServer(ServerStrategy):
 
     def prepare(self, context: RunContext) -> None:
         self._global_layers = context.global_layers
-        self._graph = self._make_graph(num_clients=context.settings.num_clients, seed=context.settings.seed)
+        settings = context.settings
+        self._graph = self._make_graph(
+            num_clients=settings.num_clients, untrained=context.untrained_clients, seed=settings.seed
+        )
         self._weights = {} if self._star else metropolis_weights(self._graph)
 
     def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:
@@ -141,7 +146,7 @@ class GossipServer(ServerStrategy):
         return usual if self._star else replace(usual, download=f"{usual.download}, mixed with those of its neighbors")
 
     def _neighbor_weights(self, client: int) -> Mapping[int, float]:
-        """Return the client's neighbors and their weights. A client that joined later has none."""
+        """Return the client's neighbors and their weights. Clients that never train or joined later have none."""
         return {other: weight for other, weight in self._weights.get(client, {}).items() if other != client}
 
 

@@ -28,6 +28,7 @@ class RunContext:
     lr_factor: Callable[[int], float] = lambda round: 1.0  # factor of the clients' learning rate in a round
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     is_deployment: bool = False  # whether clients are edge clients
+    untrained_clients: frozenset[int] = frozenset()  # they never train: unseen ones, and those with too few images
     # Returns the untrained layers of a new model. None: those of the settings.
     initial_layers: Callable[[], Layers] | None = None
 

@@ -1,7 +1,8 @@
 """Topologies of decentralized learning: graphs over the clients, mixing weights of neighbors, and their plot.
 
-Graphs are networkx graphs on the nodes 0 to n - 1, the clients. A star is the exception: its hub is `SERVER`, a node
-without images, because a star over the server is federated averaging.
+Graphs are networkx graphs whose nodes are the ids of the clients, without those that never train: they send no model,
+so that neighbors on both sides of them would not be joined. A star has another node, its hub `SERVER`, because a star
+over the server is federated averaging.
 
 Weights are Metropolis-Hastings' (Xiao, Boyd and Lall, *Distributed average consensus with time-varying Metropolis
 weights*, 2006). A client needs only its own degree and those of its neighbors, and the matrix is symmetric and doubly
@@ -9,7 +10,7 @@ stochastic, so that mixing preserves the mean. Asymptotically every step shrinks
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,12 +44,13 @@ def make_graph(
     topology: str,
     num_clients: int,
     *,
+    untrained: Collection[int] = (),
     seed: int = 0,
     degree: int | None = None,
     probability: float | None = None,
     file: str | Path | None = None,
 ) -> "nx.Graph":
-    """Return a connected graph over the clients. ``graph.graph["topology"]`` is its kind.
+    """Return a connected graph over the clients that are not ``untrained``. ``graph.graph["topology"]`` is its kind.
 
     ``topology`` is one of `TOPOLOGIES`. grid: as square as possible, row by row, without wraparound; the last row may
     be shorter. star: every client and `SERVER`. random_regular: every client has ``degree`` neighbors. erdos_renyi:
@@ -66,29 +68,37 @@ def make_graph(
             raise InputError(
                 f"strategy.{setting}={value} is for strategy.topology={owner}, and it is {topology}; set one of the two"
             )
-    num_pairs = num_clients * (num_clients - 1) // 2
+    clients = [client for client in range(num_clients) if client not in untrained]
+    number = len(clients)
+    counted = f"the {number} clients that train" if untrained else f"num_clients={num_clients}"
+    num_pairs = number * (number - 1) // 2
     if topology in ("complete", "erdos_renyi") and num_pairs > _MAX_PAIRS:
         raise InputError(
-            f"strategy.topology={topology} considers {num_pairs:,} pairs of num_clients={num_clients}, more than "
+            f"strategy.topology={topology} considers {num_pairs:,} pairs of {counted}, more than "
             f"{_MAX_PAIRS:,}; set strategy.topology=random_regular strategy.degree=8"
         )
-    if topology == "random_regular":
-        _check_degree(degree, num_clients)
+    if topology == "file":
+        graph = nx.empty_graph(clients)
+        graph.add_edges_from(read_edges(file, num_clients, untrained=untrained))
+    elif topology == "random_regular":
+        _check_degree(degree, number, counted)
         graph = _connected(
-            lambda draw: nx.random_regular_graph(degree, num_clients, seed=derive_seed(seed, "topology", draw)),
+            lambda draw: nx.random_regular_graph(degree, number, seed=derive_seed(seed, "topology", draw)),
             f"strategy.degree={degree}",
         )
     elif topology == "erdos_renyi":
         if probability is None:
             raise InputError("strategy.topology=erdos_renyi needs strategy.probability, that of an edge; set it")
         graph = _connected(
-            lambda draw: nx.gnp_random_graph(num_clients, probability, seed=derive_seed(seed, "topology", draw)),
-            f"strategy.probability={probability}, while {math.log(num_clients) / num_clients:.2g} is where graphs of "
-            f"{num_clients} clients begin to be connected",
+            lambda draw: nx.gnp_random_graph(number, probability, seed=derive_seed(seed, "topology", draw)),
+            f"strategy.probability={probability}, while {math.log(number) / number:.2g} is where graphs of "
+            f"{number} clients begin to be connected",
         )
     else:
-        graph = nx.empty_graph(num_clients)
-        graph.add_edges_from(_edges(topology, num_clients, file=file))
+        graph = nx.empty_graph(number)
+        graph.add_edges_from(_edges(topology, number))
+    if untrained and topology != "file":
+        graph = nx.relabel_nodes(graph, dict(enumerate(clients)))
     graph.graph["topology"] = topology
     return graph
 
@@ -106,8 +116,9 @@ def metropolis_weights(graph: "nx.Graph") -> Weights:
 
 
 def weight_matrix(weights: Mapping[int, Mapping[int, float]]) -> np.ndarray:
-    """Return the weights as a matrix, float64, ``(n, n)``. Row i contains those of client i."""
-    return np.array([[row.get(other, 0.0) for other in range(len(weights))] for _, row in sorted(weights.items())])
+    """Return the weights as a matrix, float64, ``(n, n)``. Rows and columns are the clients in ascending order."""
+    clients = sorted(weights)
+    return np.array([[weights[client].get(other, 0.0) for other in clients] for client in clients])
 
 
 def second_eigenvalue(matrix: np.ndarray) -> float:
@@ -125,7 +136,7 @@ def grid_columns(num_clients: int) -> int:
     return -(-num_clients // math.isqrt(num_clients))
 
 
-def _edges(topology: str, num_clients: int, *, file: str | Path | None) -> Iterator[tuple[int, int | str]]:
+def _edges(topology: str, num_clients: int) -> Iterator[tuple[int, int | str]]:
     if topology == "ring":
         yield from pairwise(range(num_clients))
         if num_clients > 2:
@@ -136,10 +147,8 @@ def _edges(topology: str, num_clients: int, *, file: str | Path | None) -> Itera
         yield from ((client, client + columns) for client in range(num_clients - columns))
     elif topology == "star":
         yield from ((client, SERVER) for client in range(num_clients))
-    elif topology == "complete":
-        yield from combinations(range(num_clients), 2)
     else:
-        yield from read_edges(file, num_clients)
+        yield from combinations(range(num_clients), 2)
 
 
 def _connected(draw: Callable[[int], "nx.Graph"], setting: str) -> "nx.Graph":
@@ -155,23 +164,26 @@ def _connected(draw: Callable[[int], "nx.Graph"], setting: str) -> "nx.Graph":
     )
 
 
-def _check_degree(degree: int | None, num_clients: int) -> None:
+def _check_degree(degree: int | None, number: int, counted: str) -> None:
     if degree is None:
         raise InputError("strategy.topology=random_regular needs strategy.degree, the neighbors of a client; set it")
-    if type(degree) is not int or not 1 <= degree < num_clients:
+    if type(degree) is not int or not 1 <= degree < number:
         raise InputError(
-            f"strategy.degree={degree} but it must be a whole number from 1 to {num_clients - 1}, one less than "
-            f"num_clients={num_clients}; set another one, or more clients"
+            f"strategy.degree={degree} but it must be a whole number from 1 to {number - 1}, one less than "
+            f"{counted}; set another one, or more clients"
         )
-    if degree * num_clients % 2:
+    if degree * number % 2:
         raise InputError(
-            f"strategy.degree={degree} with num_clients={num_clients} is not possible, because edges have two ends; "
+            f"strategy.degree={degree} with {counted} is not possible, because edges have two ends; "
             "make one of them even"
         )
 
 
-def read_edges(file: str | Path | None, num_clients: int) -> list[tuple[int, int]]:
-    """Return the edges of a file, "i j" per line, over the clients 0 to ``num_clients - 1``; ``#`` starts a comment."""
+def read_edges(file: str | Path | None, num_clients: int, *, untrained: Collection[int] = ()) -> list[tuple[int, int]]:
+    """Return the edges of a file, "i j" per line, over the clients 0 to ``num_clients - 1``; ``#`` starts a comment.
+
+    Those of ``untrained`` clients are left out, without which the other clients must be connected.
+    """
     if file is None:
         raise InputError("strategy.topology=file needs strategy.file, a text file with an edge per line; name it")
     text = read_text(Path(file))
@@ -189,8 +201,13 @@ def read_edges(file: str | Path | None, num_clients: int) -> list[tuple[int, int
         except InputError as error:
             raise InputError(f"strategy.file={file}, line {number}: {error}") from None
         edges[edge] = number
-    _check_connected(list(edges), num_clients, f"strategy.file={file}")
-    return list(edges)
+    clients = [client for client in range(num_clients) if client not in untrained]
+    kept = [edge for edge in edges if not any(client in untrained for client in edge)]
+    setting = f"strategy.file={file}"
+    if untrained:
+        setting += f" without {_named(sorted(untrained))}, which never train{'s' * (len(untrained) == 1)},"
+    _check_connected(kept, clients, setting)
+    return kept
 
 
 def _edge(words: list[str], num_clients: int) -> tuple[int, int]:
@@ -205,13 +222,13 @@ def _edge(words: list[str], num_clients: int) -> tuple[int, int]:
     return one, other
 
 
-def _check_connected(edges: list[tuple[int, int]], num_clients: int, setting: str) -> None:
+def _check_connected(edges: list[tuple[int, int]], clients: list[int], setting: str) -> None:
     import networkx as nx
 
     graph = nx.Graph(edges)
-    alone = [client for client in range(num_clients) if client not in graph]
-    if alone and num_clients > 1:
-        raise InputError(f"{setting} has no edge for {_named(alone)}; every client needs a neighbor")
+    alone = [client for client in clients if client not in graph]
+    if alone and len(clients) > 1:
+        raise InputError(f"{setting} has no edge for {_named(alone)}; every client needs a neighbor: add edges")
     pieces: list[list[int]] = sorted(sorted(piece) for piece in nx.connected_components(graph))
     if len(pieces) > 1:
         smallest = _named(min(pieces, key=len))
@@ -275,9 +292,11 @@ def node_positions(graph: "nx.Graph") -> dict[int | str, Point]:
     topology, clients = graph.graph["topology"], [node for node in graph if node != SERVER]
     if topology == "grid":
         columns = grid_columns(len(clients))
-        return {client: (client % columns, -(client // columns)) for client in clients}
+        return {client: (place % columns, -(place // columns)) for place, client in enumerate(clients)}
     if topology in ("ring", "star", "complete"):
         turn = 2 * math.pi / len(clients)
-        circle: dict[int | str, Point] = {c: (math.sin(turn * c), math.cos(turn * c)) for c in clients}
+        circle: dict[int | str, Point] = {
+            client: (math.sin(turn * place), math.cos(turn * place)) for place, client in enumerate(clients)
+        }
         return {**circle, SERVER: (0.0, 0.0)} if SERVER in graph else circle
     return {node: (float(x), float(y)) for node, (x, y) in nx.spring_layout(graph, seed=0).items()}

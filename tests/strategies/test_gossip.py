@@ -120,6 +120,17 @@ def test_a_run_and_its_figure(tmp_path):
         assert len(plan.array_records) == 2  # no client receives any model but its own mixture
 
 
+def test_the_ring_closes_without_clients_that_never_train(tmp_path):
+    """Client 1 has one image, and 4 is unseen: 0, 2 and 3 remain, each of which has the two others as neighbors."""
+    file = tmp_path / "clients.csv"
+    file.write_text("\n".join(["client", "1", *("0234"[row % 4] for row in range(59))]))
+    overrides = ["num_clients=5", "unseen_clients=1", "clients_per_round=4", "partition=file", f"partition.file={file}"]
+    federation = Federation(tmp_path / "run", "strategy=gossip", *overrides)
+    federation.run(1)
+    assert federation.components.federation.untrained_clients == {1, 4}
+    assert federation.report.strategy_metrics["edges"] == 3
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [

@@ -10,6 +10,7 @@ from fedssl.errors import InputError
 from strategies.topology import (
     SERVER,
     TOPOLOGIES,
+    describe,
     make_graph,
     metropolis_weights,
     node_positions,
@@ -65,6 +66,42 @@ def test_a_file_of_edges(tmp_path):
     file.write_text("# five clients\n0 1  # a neighbour\n\n  2\t1\n3 2\r\n4 3\n")
     assert read_edges(file, 5) == [(0, 1), (1, 2), (2, 3), (3, 4)]  # the smaller number first
     assert edges(make_graph("file", 5, file=str(file))) == pairs("01", "12", "23", "34")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TOPOLOGIES if kind != "file"])
+def test_a_graph_joins_the_clients_that_train(kind, tmp_path):
+    """It is that of fewer clients with other names, also in its weights and in the figure."""
+    trained = [0, 2, 3, 4, 6, 8, 9, 10]
+    graph, fewer = make(kind, 11, untrained=frozenset({1, 5, 7})), make(kind, 8)
+    assert nx.is_connected(graph)
+    names = {**dict(enumerate(trained)), SERVER: SERVER}
+    assert edges(graph) == {frozenset(names[node] for node in edge) for edge in edges(fewer)}
+    assert describe(graph) == describe(fewer)
+    places = node_positions(fewer)
+    moved = {names[node]: place for node, place in places.items()}
+    assert node_positions(graph) == {node: pytest.approx(place, abs=1e-6) for node, place in moved.items()}
+    plot_topology(graph, tmp_path / "topology.png")
+
+
+def test_a_file_must_join_the_clients_that_train(tmp_path):
+    file = tmp_path / "edges.txt"
+    file.write_text("0 3\n1 3\n2 3\n0 1\n")
+    graph = make_graph("file", 4, untrained={2}, file=file)
+    assert (list(graph), edges(graph)) == ([0, 1, 3], pairs("03", "13", "01"))
+    with pytest.raises(InputError, match="without client 3, which never trains, has no edge for client 2; every"):
+        make_graph("file", 4, untrained={3}, file=file)
+    file.write_text("0 1\n1 2\n2 3\n3 4\n4 5\n")
+    with pytest.raises(InputError, match="without clients 2, 5, which never train, has 2 pieces .* 0, 1; add"):
+        make_graph("file", 6, untrained={2, 5}, file=file)
+
+
+@pytest.mark.parametrize(
+    ("degree", "sentence"),
+    [(5, "from 1 to 4, one less than the 5 clients that train;"), (3, "with the 5 clients that train is not possible")],
+)
+def test_neighbors_are_counted_among_the_clients_that_train(degree, sentence):
+    with pytest.raises(InputError, match=sentence):
+        make_graph("random_regular", 7, untrained={0, 3}, degree=degree)
 
 
 def test_a_path_of_three_by_hand():
