@@ -1,8 +1,9 @@
 """Size and eviction of the client states of a simulation, whose files clients write into the run folder.
 
-If the newest states of all clients are larger than ``client_state.max_bytes``, those of the clients whose last
-participation is longest ago are evicted: such a client starts its next round as if it had never participated. Its
-files are deleted when no checkpoint needs them. Older versions, which checkpoints need, do not count.
+If the newest states of all clients are larger than ``client_state.max_bytes``, those of the clients whose last used
+update is longest ago are evicted: such a client starts its next round as if it had never participated. Its files are
+deleted when no checkpoint needs them. Older versions, which checkpoints need, do not count. The states of dropped
+clients do, although the server does not know their rounds: the clients load them at their next participation.
 """
 
 import os
@@ -48,26 +49,28 @@ class ClientStates:
         """
         participants = [row.client for row in result.clients]
         evicted = {client: round for client, round in state.evicted.items() if client not in participants}
-        state, metrics = self._evict(replace(state, evicted=evicted), participants)
+        state, metrics = self._evict(replace(state, evicted=evicted), [*participants, *result.dropped])
         if isinstance(state.models, ClientModels):
             saved = state.models.saved(round=state.round, oldest_resumable=self.oldest_resumable)
             state = replace(state, models=saved)
         return state, replace(result, state_metrics=metrics)
 
     def _evict(self, state: ServerState, clients: Iterable[int]) -> tuple[ServerState, dict[str, int]]:
-        """Measure the states of the participants of the last round, ``clients``, and evict others beyond the limit.
+        """Measure the states of the ``clients`` of the last round, and evict states beyond the limit.
 
-        Delete the files of clients that were evicted up to the oldest checkpoint.
+        Delete the files of clients that were evicted up to the oldest checkpoint, also those that such a client has
+        saved since then for an update that was dropped.
         """
         if not self._folder.is_dir():
             return state, {}
         oldest_resumable = self.oldest_resumable
         self._measure(state, clients)
-        deletable = {client for client, round in state.evicted.items() if round <= oldest_resumable}
-        for client in deletable - self._deleted:
+        training = {entry["client"] for entry in state.in_flight.get("messages", {}).values()}
+        deletable = {client for client, round in state.evicted.items() if round <= oldest_resumable} - training
+        for client in deletable - self._deleted.difference(clients):
             shutil.rmtree(client_folder(self._folder, client), ignore_errors=True)
         self._deleted = deletable
-        evicted = self._choose(state)
+        evicted = self._choose(state, training)
         metrics = {"state_bytes": self._total, "evicted_states": len(evicted)} if self._total or evicted else {}
         if not evicted:
             return state, metrics
@@ -84,30 +87,27 @@ class ClientStates:
             last_participation={
                 client: last for client, last in state.last_participation.items() if client not in evicted
             },
+            dropped={client: round for client, round in state.dropped.items() if client not in evicted},
         )
         return state, metrics
 
     def _measure(self, state: ServerState, clients: Iterable[int]) -> None:
-        participants = state.last_participation
+        counted = (state.last_participation.keys() | state.dropped.keys()) - state.evicted.keys()
         if self._sizes is None:  # the first call of this process
-            clients, self._sizes = participants, {}
-        for client in self._sizes.keys() - participants.keys():  # dropped ones, whose state is unknown
-            self._total -= self._sizes.pop(client)
-        for client in clients:
+            clients, self._sizes = counted, {}
+        for client in counted.intersection(clients):
             size = _newest_bytes(client_folder(self._folder, client), state.round)
             self._total += size - self._sizes.get(client, 0)
             self._sizes[client] = size
 
-    def _choose(self, state: ServerState) -> set[int]:
-        """Return the clients to evict, and remove them from the sizes. Those that still train need their states."""
+    def _choose(self, state: ServerState, training: set[int]) -> set[int]:
+        """Return the clients to evict, and remove them from the sizes. Those in ``training`` need their states."""
         assert self._sizes is not None
         evicted: set[int] = set()
         if self._max_bytes is None or self._total <= self._max_bytes:
             return evicted
-        participants = state.last_participation
-        training = {entry["client"] for entry in state.in_flight.get("messages", {}).values()}
-        evictable = self._sizes.keys() - training
-        for client in sorted(evictable, key=lambda client: (participants.get(client, (0, ""))[0], client)):
+        evictable = {client for client, size in self._sizes.items() if size} - training
+        for client in sorted(evictable, key=lambda client: (state.last_used_round(client), client)):
             if self._total <= self._max_bytes:
                 break
             self._total -= self._sizes.pop(client)

@@ -1,6 +1,7 @@
 """Client states beyond ``client_state.max_bytes`` are evicted, and their clients start again without one."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,7 @@ def save(folder, client, round, *, values=1000):
     return (target / f"round-{round:06d}.safetensors").stat().st_size
 
 
-def end_round(states, state, clients, *, oldest_resumable):
+def end_round(states, state, clients, *, oldest_resumable, dropped=()):
     """Return the state and the metrics after a round; the oldest checkpoint is of ``oldest_resumable``."""
     if oldest_resumable:
         states.checkpoints.mkdir(exist_ok=True)
@@ -30,7 +31,8 @@ def end_round(states, state, clients, *, oldest_resumable):
             file.unlink()
         round_file(states.checkpoints, oldest_resumable).touch()
     rows = [SimpleNamespace(client=client) for client in clients]
-    state, result = states.end_round(state, RoundResult(state.round, clients=rows))
+    result = RoundResult(state.round, clients=rows, dropped=dict.fromkeys(dropped, "no reply in time"))
+    state, result = states.end_round(state, result)
     return state, result.state_metrics
 
 
@@ -83,10 +85,49 @@ def test_a_resumed_run_measures_the_same(tmp_path):
     first, resumed = ClientStates(tmp_path, None), ClientStates(tmp_path, None)
     _, metrics = end_round(first, after(1, {0: 1, 1: 1}), [0, 1], oldest_resumable=0)
     assert metrics == {"state_bytes": 3 * size, "evicted_states": 0}
-    state = after(2, {0: 1})  # client 1 was dropped in round 2
+    state = replace(after(2, {0: 1}), dropped={1: 1})  # in round 2, with the state that it saved
+    larger = save(tmp_path, 1, 2, values=2000)
     for states in (first, resumed):
-        metrics = {"state_bytes": 2 * size, "evicted_states": 0}
-        assert end_round(states, state, [], oldest_resumable=0) == (state, metrics)
+        metrics = {"state_bytes": 2 * size + larger, "evicted_states": 0}
+        assert end_round(states, state, [], oldest_resumable=0, dropped=[1]) == (state, metrics)
+
+
+def test_dropped_clients_count_and_are_evicted(tmp_path):
+    """Client 0 was dropped after its update of round 3, and 1 before its first: 1 and 2 are used least recently."""
+    size = save(tmp_path, 3, 5)
+    for client in (2, 1, 0):
+        save(tmp_path, client, 4)
+    state = replace(after(5, {3: 5, 2: 2}), dropped={0: 3, 1: 0, 4: 0})  # client 4 has saved nothing
+    states = ClientStates(tmp_path, 2 * size)
+    state, metrics = end_round(states, state, [3], oldest_resumable=0, dropped=[1, 4])
+    assert metrics == {"state_bytes": 2 * size, "evicted_states": 2}
+    assert (state.evicted, state.dropped, state.last_participation) == ({1: 5, 2: 5}, {0: 3, 4: 0}, {3: (5, "global")})
+    assert [state.last_used_round(client) for client in range(4)] == [3, 0, 0, 5]
+    assert {Path(part.path).parent.name for part in states.parts(state)} == {"0", "3"}
+    resumed = ClientStates(tmp_path, 2 * size)
+    assert end_round(resumed, state, [], oldest_resumable=0)[0] == state
+    end_round(states, replace(state, round=6), [], oldest_resumable=5)
+    assert [client_folder(tmp_path / "clients", client).exists() for client in range(4)] == [True, False, False, True]
+
+
+def test_what_an_evicted_client_saves_in_vain_is_deleted(tmp_path):
+    """Its update is dropped, so that its next plan says evicted again. While it trains, its files stay."""
+    size, folder = save(tmp_path, 0, 1), client_folder(tmp_path / "clients", 1)
+    states = ClientStates(tmp_path, size)
+    state = replace(after(1, {0: 1}), evicted={1: 1})
+    end_round(states, state, [0], oldest_resumable=1)
+    save(tmp_path, 1, 2)
+    state = replace(state, round=2, dropped={1: 0})
+    state, metrics = end_round(states, state, [], oldest_resumable=2, dropped=[1])
+    assert (state.evicted, metrics) == ({1: 1}, {"state_bytes": size, "evicted_states": 0})
+    assert not folder.exists()
+    save(tmp_path, 1, 3)
+    state = replace(state, round=3, in_flight={"messages": {"9": {"client": 1}}})
+    for other in (states, ClientStates(tmp_path, size)):
+        end_round(other, state, [], oldest_resumable=3)
+        assert folder.exists()
+    end_round(states, replace(state, in_flight={}), [], oldest_resumable=3, dropped=[1])
+    assert not folder.exists()
 
 
 def test_a_checkpoint_has_no_part_of_evicted_clients(tmp_path):
