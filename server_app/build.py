@@ -36,14 +36,14 @@ from server_app.exchanges.secure import SecureExchange, with_largest_weight
 from server_app.exchanges.virtual_time import VirtualTimeExchange, make_virtual_time
 from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.federation import Federation, no_flops, raise_no_server_images
-from server_app.initial_weights import adopt_statistics, load_teacher, warn_of_random_weights
-from server_app.messaging import ActivityHook
-from server_app.nodes import (
-    ClientDirectory,
-    NodeNames,
-    discover_clients,
-    no_registered_names,
+from server_app.initial_weights import (
+    adopt_statistics,
+    load_teacher,
+    warn_of_late_starts,
+    warn_of_random_weights,
 )
+from server_app.messaging import ActivityHook
+from server_app.nodes import ClientDirectory, NodeNames, discover_clients, no_registered_names
 from server_app.policies import make_policy
 from server_app.round import Round
 from server_app.rules import RUN_RULES, SETTINGS_RULES, round_rules
@@ -202,6 +202,7 @@ def make_context(settings: Settings, device: torch.device, *, client_config: str
     method = build_method(settings.model).to(device)
     lr_schedule = make_lr_schedule(settings, method)
     load_teacher(method, settings)
+    warn_of_late_starts(method, settings.rounds)
     return RunContext(
         settings=settings,
         method=method,

@@ -120,6 +120,15 @@ def warn_of_random_weights(settings: Settings) -> None:
         )
 
 
+def warn_of_late_starts(method: SSLMethod, rounds: int) -> None:
+    """Warn of what the method does only after the last round, such as the training of prototypes."""
+    for setting, first in method.late_starts.items():
+        if first > rounds:
+            log.warning(
+                "what %s delays starts in round %d, after the last one (rounds=%d); lower it", setting, first, rounds
+            )
+
+
 def adopt_statistics(settings: Settings) -> Settings:
     """Return settings of a new run with the source's mean, standard deviation and pixels, except overridden ones."""
     source, data, recording = settings.model.weights, settings.data, settings.recording

@@ -219,6 +219,11 @@ class SSLMethod(nn.Module):
                 self.initial_values[name] = tensor.clone()
 
     @property
+    def late_starts(self) -> dict[str, int]:
+        """First round of what the method does not do from round 1 on, by setting."""
+        return {}
+
+    @property
     def step_constants(self) -> tuple[float, ...]:
         """Numbers that `loss` and `on_step_end` use and that change between rounds."""
         return ()

@@ -163,6 +163,10 @@ class DINO(EMATargetMethod):
         return {"student_temperature": self.student_temperature, "teacher_temperature": current}
 
     @property
+    def late_starts(self) -> dict[str, int]:
+        return {"method.freeze_last_layer_rounds": self.freeze_last_layer_rounds + 1}
+
+    @property
     def step_constants(self) -> tuple[float, ...]:
         return (*super().step_constants, self.current_teacher_temperature)
 

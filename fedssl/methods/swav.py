@@ -150,6 +150,11 @@ class SwAV(ProjectorMethod):
         return self.queue_size > 0 and self.round >= self.queue_start_round
 
     @property
+    def late_starts(self) -> dict[str, int]:
+        queue = {"method.queue_start_round": self.queue_start_round} if self.queue_size else {}
+        return {"method.freeze_prototypes_rounds": self.freeze_prototypes_rounds + 1, **queue}
+
+    @property
     def step_constants(self) -> tuple[float, ...]:
         return (float(self.is_frozen), float(self.uses_queue))
 

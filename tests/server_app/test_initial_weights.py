@@ -23,7 +23,9 @@ from fedssl.pretrained.sources import read_source
 from fedssl.runs.loaded_run import load_run_folder
 from fedssl.runs.verify import verify_run
 from server_app import run_folder
+from server_app.build import build_components
 from server_app.initial_weights import adopt_statistics
+from simulation.grid import simulated_clients
 from simulation.run import run
 from tests.federation import TINY, Federation
 from tests.runs import SMALL, UNTESTED, read_summary
@@ -217,3 +219,22 @@ def test_frozen_random_weights_are_told(source, overrides, warns, tmp_path, capl
     """Training them in part runs, and the encoder is hardly better than the untrained one."""
     Federation(tmp_path, *(override.format(source=source) for override in overrides))
     assert ("freezes weights of the encoder, which are random" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warned"),
+    [
+        (["method=dino"], ["method.freeze_last_layer_rounds"]),
+        (["method=dino", "rounds=2"], []),
+        (["method=swav", "method.freeze_prototypes_rounds=0", "method.queue_start_round=2"], []),
+        (
+            ["method=swav", "method.freeze_prototypes_rounds=0", "method.queue_size=8", "method.queue_start_round=2"],
+            ["method.queue_start_round"],
+        ),
+    ],
+)
+def test_a_run_that_ends_before_a_late_start_warns(overrides, warned, caplog):
+    build_components(compose(["rounds=1", "dataset.limit=60", *overrides]), simulated_clients(3))
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("what method.")]
+    rest = "delays starts in round 2, after the last one (rounds=1); lower it"
+    assert lines == [f"what {setting} {rest}" for setting in warned]
