@@ -25,8 +25,8 @@ NAMES += ["imagenet100", "mini_imagenet"]
 
 def node_of(name: str, **changes: object) -> DictConfig:
     settings = OmegaConf.load(CONF / f"{name}.yaml")
-    is_derived = "folder" in settings.pop("defaults", ())  # Hydra's own key
-    bases = [OmegaConf.load(CONF / "folder.yaml")] if is_derived else []
+    names = {"cifar10", "folder"}.intersection(map(str, settings.pop("defaults", ())))  # Hydra's own key
+    bases = [node_of(base) for base in names]
     return OmegaConf.merge(*bases, settings, changes)
 
 
