@@ -11,9 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from fedssl.errors import sanitize
+from fedssl.safe_io import valid_text
 
 MAX_TEXT_COLUMNS = 10
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_FORMULA = re.compile(r"[\s\u200b-\u200d\ufeff]*[=+\-@]")
+# Control characters, separators of lines, overrides of the direction, and surrogates that stand for no byte.
+_UNSAFE = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udc7f\udd00-\udfff]")
 
 _LATEX = {sign: f"\\{sign}" for sign in "&%$#_{}"}
 _LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "`": r"\textasciigrave{}"}
@@ -80,16 +84,24 @@ def _escape(lines: Lines, escape: Callable[[str], str], marked: Positions, mark:
 def to_csv(rows: Iterable[Iterable[object]]) -> str:
     """Return comma-separated values: numbers in full precision, None as an empty cell."""
     stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows(map(_escape_formula, row) for row in rows)
+    csv.writer(stream, lineterminator="\n").writerows(
+        [csv_cell(cell) if isinstance(cell, str) else cell for cell in row] for row in rows
+    )
     return stream.getvalue()
 
 
-def _escape_formula(cell: object) -> object:
-    """Put a quote before text that a spreadsheet would evaluate."""
-    if not isinstance(cell, str):
-        return cell
-    text = sanitize(cell)
-    return f"'{text}" if re.match(r"\s*[=+\-@]", text) and not _NUMBER.fullmatch(text) else text
+def csv_cell(text: str) -> str:
+    """Return a text as a cell: a quote before what a spreadsheet would evaluate, and no control character.
+
+    Spaces and joiners of any script are kept, because they are parts of names.
+    """
+    text = _without_controls(text)
+    is_formula = _FORMULA.match(text) and not _NUMBER.fullmatch(text)
+    return f"'{text}" if is_formula else text
+
+
+def _without_controls(text: str) -> str:
+    return text if text.isascii() and text.isprintable() else valid_text(_UNSAFE.sub(" ", text))
 
 
 class TableCell(NamedTuple):

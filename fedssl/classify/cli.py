@@ -29,7 +29,7 @@ from fedssl.config.commands import run_with_overrides
 from fedssl.embedding import Embedder, Embeddings, load_embedder
 from fedssl.embedding.embeddings import embed_list, list_for, unit_features
 from fedssl.errors import InputError
-from fedssl.text_table import to_csv
+from fedssl.text_table import csv_cell, to_csv
 
 USAGE = (
     "usage: fedssl-classify run=DIR labeled=PATH [images=PATH] [out=predictions.csv] [onnx=FILE] [report=FILE.json]\n"
@@ -68,10 +68,8 @@ def run(overrides: Sequence[str]) -> str:
             lines.append(f"predictions of {len(rows):,} of {len(images.names):,} images{hint}: {options.out}")
     pool = labeled.embeddings if images is None and labeled is not None else images
     if options.next is not None and pool is not None:
-        chosen = _label_next(pool, labeled, model, options)
+        chosen, hint = _label_next(pool, labeled, model, options, options.next)
         texts[options.next] = to_csv(_rows_to_label(pool, model, chosen, options.next))
-        are_parts = any(place.part for place in pool.images.places(np.sort(pool.rows[chosen])))
-        hint = "; some are parts of files: write their labels beside the images, not into this table" * are_parts
         lines.append(f"{len(chosen):,} images to label next: {options.next}{hint}")
     if options.onnx is not None and labeled is not None and model is not None:
         difference = write_onnx(options, embedder, model, labeled.embeddings.decode(labeled.rows[:NUM_CHECKED]))
@@ -98,12 +96,16 @@ def _read(options: Options, embedder: Embedder) -> tuple[LabeledImages | None, E
 
 
 def _label_next(
-    pool: Embeddings, labeled: LabeledImages | None, model: Classifier | None, options: Options
-) -> np.ndarray:
-    """Return the rows of the images to label next, the most useful first."""
-    rows = without_labels(pool, labeled)
+    pool: Embeddings, labeled: LabeledImages | None, model: Classifier | None, options: Options, table: Path
+) -> tuple[np.ndarray, str]:
+    """Return the rows of the images to label next, the most useful first, and what to add to their line."""
+    unlabeled = without_labels(pool, labeled)
+    rows = unlabeled[[csv_cell(path) == path for path in (_path_in(table, pool, row) for row in unlabeled)]]
+    unwritable = len(unlabeled) - len(rows)
+    named = f"{unwritable:,} images whose names or folders have control characters or are not in UTF-8"
     if not len(rows):
-        raise InputError("label_next finds no image without a label; give others with images=PATH")
+        found = f" but {named}; rename these, or" if unwritable else ";"
+        raise InputError(f"label_next finds no image without a label{found} give others with images=PATH")
     features, known, margins = pool.features[rows], pool.features[:0], None
     if labeled is not None and model is not None:
         known = labeled.known
@@ -111,7 +113,11 @@ def _label_next(
             margins = -np.diff(np.sort(model.probabilities(features), axis=1)[:, :-3:-1])[:, 0]
     center = np.concatenate([features, known]).mean(axis=0, dtype=np.float64)
     unit, unit_known = (unit_features(each, center=center) for each in (features, known))
-    return rows[next_to_label(unit, unit_known, count=options.label_next, margins=margins, seed=options.seed)]
+    chosen = rows[next_to_label(unit, unit_known, count=options.label_next, margins=margins, seed=options.seed)]
+    hint = f"; left out are {named}" if unwritable else ""
+    if any(place.part for place in pool.images.places(np.sort(pool.rows[chosen]))):
+        hint += "; some are parts of files: write their labels beside the images, not into this table"
+    return chosen, hint
 
 
 def _rows_to_label(
@@ -119,12 +125,15 @@ def _rows_to_label(
 ) -> Iterator[list[object]]:
     """Yield the lines of a table that is read as ``labeled`` once its labels are written."""
     yield ["path", "label", *(["prediction", "probability"] if model is not None else [])]
-    folder = table.absolute().parent
     for row in rows:
-        image = (images.images.root / images.names[row]).absolute()
-        below = image.is_relative_to(folder)
-        line: list[object] = [f"./{image.relative_to(folder).as_posix()}" if below else str(image), ""]
+        line: list[object] = [_path_in(table, images, row), ""]
         if model is not None:
             (probabilities,) = model.probabilities(images.features[[row]])
             line += [model.classes[probabilities.argmax()], f"{probabilities.max():.4f}"]
         yield line
+
+
+def _path_in(table: Path, images: Embeddings, row: int) -> str:
+    """Return the path of an image in a table: relative below the folder of the table, else absolute."""
+    image, folder = (images.images.root / images.names[row]).absolute(), table.absolute().parent
+    return f"./{image.relative_to(folder).as_posix()}" if image.is_relative_to(folder) else str(image)

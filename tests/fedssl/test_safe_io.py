@@ -154,6 +154,14 @@ def test_cells_are_no_formulas_links_or_cells_of_their_own():
     )
 
 
+def test_cells_keep_the_spaces_of_names_and_no_control_characters():
+    kept = "a\u202f\xa0\u3000\u200b\u200c\u200d\u200f\ufeffb"
+    assert to_csv([[kept]]) == f"{kept}\n"
+    removed = "a\x1b[2J\r\n\u2028\u2029\x85\u202e\u2066\ud800\udfff\t"
+    assert to_csv([[removed]]) == f"a [2J{' ' * 10}\n"
+    assert to_csv([["a\udcff"]]) == "a\\xff\n"  # a byte that is no UTF-8
+
+
 def test_nothing_is_written_through_links(tmp_path):
     run, other = tmp_path / "run", tmp_path / "other"
     run.mkdir()

@@ -19,7 +19,7 @@ from fedssl.classify.classifier import Classifier
 from fedssl.classify.cli import run as classify
 from fedssl.command_line import run_command
 from fedssl.embedding import load_embedder
-from fedssl.errors import RunError
+from fedssl.errors import InputError, RunError
 from fedssl.export.cli import run as export
 from tests.fedssl.embedding.test_cli import WITHOUT_TORCH
 from tests.fedssl.export.test_formats import SMALL, write_encoder
@@ -129,6 +129,35 @@ def test_images_to_label_next_are_labeled_once_written(run: Path, photos: Path, 
         labeled = [(line["path"], line["path"].rpartition("/")[2].rpartition("-")[0]) for line in lines]
         writer.writerows((path, label.replace("copy", "blue")) for path, label in labeled)
     assert "6 labeled images of 3 classes" in classify([f"run={run}", "labeled=label_next.csv"])
+
+
+@pytest.mark.parametrize("space", ["\u202f", "\u3000", "\u200c", "\u200d", "\xa0", "\u200e", "\ufeff"])
+def test_names_with_spaces_of_any_script_can_be_labeled(run: Path, photos: Path, space: str) -> None:
+    for number, name in enumerate(list(COLORS) * 4):
+        write(photos / "new" / f"{space}{name}{space}{number}{space}.png", name, seed=20 + number)
+    rename = photos / "labeled" / f"blue{space}one"
+    (photos / "labeled" / "blue").rename(rename)
+    classify([f"run={run}", "labeled=photos/labeled", "images=photos/new", "label_next=6", "next=photos/next.csv"])
+    lines = table("predictions.csv")
+    assert len(lines) == 12
+    assert all((photos / "new" / line["path"]).is_file() for line in lines)
+    assert rename.name in {line["prediction"] for line in lines}
+    lines = table("photos/next.csv")
+    with Path("photos/next.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([("path", "label"), *((line["path"], line["path"][7:10]) for line in lines)])
+    assert "6 labeled images of 2 classes" in classify([f"run={run}", "labeled=photos/next.csv"])
+
+
+def test_names_that_no_table_can_hold_are_not_labeled_next(run: Path, photos: Path) -> None:
+    words = [f"run={run}", "images=photos/new", "label_next=9"]
+    for number, name in enumerate(("a\nb", "\x1b[2J", "\u202e", "\udcff", "b")):
+        write(photos / "new" / f"{name}.png", "blue", seed=number)
+    text = classify(words)
+    assert "left out are 4 images whose names or folders have control characters or are not in UTF-8" in text
+    assert [line["path"] for line in table("label_next.csv")] == ["./photos/new/b.png"]
+    (photos / "new" / "b.png").unlink()
+    with pytest.raises(InputError, match="without a label but 4 images whose names .*; rename these, or give others"):
+        classify([*words, "next=n.csv"])
 
 
 def test_parts_of_files_have_no_labels_in_the_next_table(run: Path, tmp_path: Path) -> None:
