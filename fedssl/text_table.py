@@ -16,6 +16,7 @@ from fedssl.safe_io import valid_text
 MAX_TEXT_COLUMNS = 10
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _FORMULA = re.compile(r"[\s\u200b-\u200d\ufeff]*[=+\-@]")
+_SIGNS = re.compile(r"[\s+\-@]*")  # no formula, but perhaps a class
 # Control characters, separators of lines, overrides of the direction, and surrogates that stand for no byte.
 _UNSAFE = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udc7f\udd00-\udfff]")
 
@@ -96,8 +97,14 @@ def csv_cell(text: str) -> str:
     Spaces and joiners of any script are kept, because they are parts of names.
     """
     text = _without_controls(text)
-    is_formula = _FORMULA.match(text) and not _NUMBER.fullmatch(text)
+    is_formula = _FORMULA.match(text) and not _NUMBER.fullmatch(text) and not _SIGNS.fullmatch(text)
     return f"'{text}" if is_formula else text
+
+
+def csv_path(path: str) -> str:
+    """Return a path as a cell, as `csv_cell`, but with ``./`` in place of the quote, which keeps its meaning."""
+    path = _without_controls(path)
+    return f"./{path}" if _FORMULA.match(path) else path
 
 
 def _without_controls(text: str) -> str:

@@ -11,7 +11,7 @@ from fedssl.classify.labeled import LabeledImages
 from fedssl.classify.validation import LEVEL, Validation
 from fedssl.embedding import Embeddings
 from fedssl.embedding.embeddings import unit_features
-from fedssl.text_table import align
+from fedssl.text_table import align, csv_path
 
 _MAX_LINES = 20  # classes in a table
 _MAX_CONFUSED = 5
@@ -127,7 +127,7 @@ def prediction_rows(
     for place, row in enumerate(rows):
         values = probabilities[place]
         yield [
-            images.names[row],
+            csv_path(images.names[row]),
             classifier.classes[best[place]],
             f"{values[best[place]]:.4f}",
             f"{far[place]:.4f}",

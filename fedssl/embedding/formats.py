@@ -23,6 +23,7 @@ from fedssl.embedding.image_list import ImageList
 from fedssl.embedding.partial import Partial, names_marker
 from fedssl.errors import InputError
 from fedssl.safe_io import valid_text
+from fedssl.text_table import csv_cell, csv_path
 
 _CHUNK = 4096  # images
 EMBEDDING = "embedding"  # name of the column of features
@@ -97,13 +98,18 @@ def _write_npy(table: Table, out: Path) -> None:
 
 
 def _write_names(table: Table, out: Path) -> None:
-    """Write the rows without features as a CSV file beside ``out``."""
+    """Write the rows without features as a CSV file beside ``out``, with paths as `csv_path` writes them."""
     schema = table.schema.remove(len(table.schema) - 1)
+    texts = [name for name in schema.names if schema.field(name).type == pa.string()]
+    escapes = {name: csv_path if name in ("name", "file") else csv_cell for name in texts}
 
     def write(stream: BinaryIO) -> None:
         with pa.csv.CSVWriter(stream, schema) as writer:
             for batch in table.batches(embedding=False):
-                writer.write_batch(batch)
+                columns = batch.to_pydict()
+                for name, escape in escapes.items():
+                    columns[name] = [None if text is None else escape(text) for text in columns[name]]
+                writer.write_batch(pa.RecordBatch.from_pydict(columns, schema))
 
     names_marker(out).touch()
     atomic_write(out.with_suffix(".csv"), write)

@@ -13,6 +13,7 @@ from fedssl.embedding.embedder import Embedder
 from fedssl.embedding.formats import EMBEDDING
 from fedssl.errors import InputError
 from fedssl.explore.images import PathImages
+from fedssl.text_table import csv_path
 
 _CHECKED = 8  # images whose features are computed if a file does not state its encoder
 _ROUNDING = 1e-2  # of features on other devices, relative to the largest
@@ -47,7 +48,11 @@ def read_features(file: Path, images: PathImages, embedder: Embedder) -> dict[st
         )
     if not np.isfinite(features).all():
         raise InputError(f"embeddings={file} has values that are NaN or infinite; {again}")
-    known, listed = dict(zip(names, features, strict=True)), images.names(np.arange(len(images)))
+    listed = images.names(np.arange(len(images)))
+    if file.suffix.lower() == ".npy":
+        of_cell = {csv_path(name): name for name in listed}
+        names = [of_cell.get(name, name) for name in names]
+    known = dict(zip(names, features, strict=True))
     absent = np.array([row for row, name in enumerate(listed) if name not in known], dtype=np.int64)
     missing = [listed[row] for row in absent]
     # A file has no features of unreadable images.

@@ -12,7 +12,7 @@ import torch
 from fedssl.atomic_files import atomic_write, make_subfolder, reject_symlinks, remove_partial_files, write_text
 from fedssl.errors import InputError, sanitize
 from fedssl.safe_io import check_tensors_like, open_regular_file, read_tensors, read_text, read_yaml
-from fedssl.text_table import escape_markdown, to_csv
+from fedssl.text_table import csv_path, escape_markdown, to_csv
 
 
 def saved(path, content):
@@ -149,6 +149,8 @@ def test_text_of_others_is_printable():
 def test_cells_are_no_formulas_links_or_cells_of_their_own():
     rows = [["=1+1", " =x", "+a", "@x", "-x", "-1.5e-3", "+2", -1.5, None, "a,b\nc", "word"]]
     assert to_csv(rows) == "'=1+1,' =x,'+a,'@x,'-x,-1.5e-3,+2,-1.5,,\"a,b c\",word\n"
+    assert to_csv([["+", " -", "@", "++", "=", "-1", "\ufeff=1"]]) == "+, -,@,++,'=,-1,'\ufeff=1\n"
+    assert [csv_path(path) for path in ("-1.png", "+", " @/a", "/-1")] == ["./-1.png", "./+", "./ @/a", "/-1"]
     assert escape_markdown("[x](http://y) <b> | *a* `c` ![p](q) l_dawa ~e") == (
         r"\[x\](http://y) \<b\> \| \*a\* \`c\` \!\[p\](q) l_dawa \~e"
     )

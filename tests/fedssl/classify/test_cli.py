@@ -160,6 +160,20 @@ def test_names_that_no_table_can_hold_are_not_labeled_next(run: Path, photos: Pa
         classify([*words, "next=n.csv"])
 
 
+@pytest.mark.parametrize("classes", [("+", "-"), ("@", "++")])
+def test_signs_are_classes_and_begin_names(run: Path, photos: Path, classes: tuple[str, str]) -> None:
+    for number in range(12):
+        write(photos / "pm" / classes[number % 2] / f"-{number}.png", ("green", "blue")[number % 2], seed=number)
+        write(photos / "new" / f"{'=+-@'[number % 4]}{number}.png", "blue", seed=30 + number)
+    classify([f"run={run}", "labeled=photos/pm", "images=photos/new", "label_next=3"])
+    lines = table("predictions.csv")
+    assert [line["prediction"] for line in lines] == [classes[1]] * 12
+    assert {f"p({name})" for name in classes} < lines[0].keys()
+    assert all((photos / "new" / line["path"]).is_file() for line in lines)
+    assert {line["path"][:2] for line in lines} == {"./"}
+    assert {line["prediction"] for line in table("label_next.csv")} == {classes[1]}
+
+
 def test_parts_of_files_have_no_labels_in_the_next_table(run: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "stack.npy", np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8))
     text = classify([f"run={run}", f"images={tmp_path / 'stack.npy'}", "label_next=2", f"next={tmp_path / 'n.csv'}"])

@@ -47,6 +47,19 @@ def test_parquet_and_npy_hold_features_and_names(run: Path, photos: Path, tmp_pa
     assert not list(tmp_path.glob(".a*"))
 
 
+def test_names_in_tables_are_paths_and_no_formulas(run: Path, tmp_path: Path) -> None:
+    names = ["+/-1.png", "-/@.png", "=1+2/b.png", "-/a\u202fb.png", "-/\x1b.png"]
+    write_images(tmp_path / "photos", names)
+    embed(run, tmp_path / "photos", tmp_path / "a.npy")
+    embed(run, tmp_path / "photos", tmp_path / "a.parquet")
+    table, exact = pyarrow.csv.read_csv(tmp_path / "a.csv"), pq.read_table(tmp_path / "a.parquet")
+    assert sorted(exact["name"].to_pylist()) == sorted(names)
+    assert {*table["name"].to_pylist()} == {"./+/-1.png", "./-/@.png", "./=1+2/b.png", "./-/a\u202fb.png", "./-/ .png"}
+    assert table["file"].to_pylist() == table["name"].to_pylist()
+    assert "'=1+2" in table["label"].to_pylist()
+    assert [label.removeprefix("'") for label in table["label"].to_pylist()] == exact["label"].to_pylist()
+
+
 class Interrupted:
     """Interrupts the third block."""
 

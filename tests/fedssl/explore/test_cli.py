@@ -55,6 +55,9 @@ def test_features_of_a_file_are_not_computed(
     run: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
     file = run.parent / f"features.{ending}"
+    for name in ("-1.png", "\x1b.png"):  # which a CSV file has in another form
+        (photos / "cat" / "0.png").rename(photos / name)
+        write_images(photos, ["cat/0.png"])
     embed_cli.run([f"run={run}", f"images={photos}", f"out={file}", "device=cpu"])
     _, expected = explore(run, f"images={photos}")
     compute, computed = Embedder.__call__, []
