@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fedssl.config.constraint_table import CONSTRAINTS
 from fedssl.config.constraints import constraint_of, group_of
 from fedssl.config.hydra_internals import ChoiceSweep, Override, apply_overrides, initialized_hydra
-from fedssl.config.literal import user_path
+from fedssl.config.literal import absolute_path
 from fedssl.config.overrides import CONF, check_choices, choices_with, config_groups, parse, suggest_setting
 from fedssl.config.settings import statistic_of_channels
 from fedssl.config.statistics_settings import request_statistics
@@ -94,7 +94,7 @@ def _make_absolute(config: DictConfig) -> None:
         if not value:
             raise InputError(f"{key} is empty; set a path, or null")
         if not (key.endswith(".cache") and value == "auto"):
-            OmegaConf.update(config, key, str(user_path(value).absolute()))
+            OmegaConf.update(config, key, str(absolute_path(value)))
 
 
 def _describe_teacher(config: DictConfig) -> None:

@@ -124,6 +124,16 @@ def user_path(text: str | Path) -> Path:
     return Path(os.path.expanduser(path))  # noqa: PTH111 - pathlib's raises if there is no such user
 
 
+def absolute_path(text: str | Path) -> Path:
+    """Return the path from the root on, without ``..`` unless this is behind a symbolic link."""
+    path = user_path(text).absolute()
+    plain = Path(os.path.normpath(path))
+    try:
+        return plain if ".." in path.parts and plain.resolve() == path.resolve() else path
+    except (OSError, ValueError, RuntimeError):  # a null character, or links that lead to each other
+        return path
+
+
 def path_of(text: str) -> Path:
     """Return the path behind ``key=``, without quotes of Hydra and with the home folder in place of ``~``."""
     return user_path(str(parse([f"text={_quoted(text)}"])[0].value()))

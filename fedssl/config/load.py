@@ -9,7 +9,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from fedssl.config.compose import RESUMABLE_KEYS, resolve_config
-from fedssl.config.literal import user_path
+from fedssl.config.constraints import constraint_of
+from fedssl.config.literal import absolute_path, user_path
 from fedssl.config.overrides import CONF, by_key, key_and_group, parse, partition_by_key, quote_value
 from fedssl.config.saved_run import (
     check_saved_overrides,
@@ -98,13 +99,21 @@ def load_settings(overrides: Sequence[str]) -> Settings:
     changed = {
         key: values
         for key, values in diff(saved, config).items()
-        if not {key, key.split(".")[0]} & resumable and (key in known or key in explicit)
+        if not {key, key.split(".")[0]} & resumable
+        and (key in known or key in explicit)
+        and not _is_same_path(key, *values)
     }
     if changed:
         listed = shortened((f"{key}={old} (now {new})" for key, (old, new) in changed.items()), maximum=8)
         raise InputError(f"resume={folder} was run with {listed}; keep the settings, or start a new run")
     recorded = [*overrides, *(override for override in sources if override.partition("=")[0] not in merged)]
     return make_settings(config, choices, overrides=recorded, resumed=saved["rounds"])
+
+
+def _is_same_path(key: str, old: Any, new: Any) -> bool:
+    """Return whether both values are the same path, of which earlier versions kept ``..``."""
+    constraint, paths = constraint_of(key), (isinstance(value, str) for value in (old, new))
+    return constraint is not None and constraint.kind is Path and all(paths) and absolute_path(old) == Path(new)
 
 
 def default_unlabeled_partition(settings: Settings) -> Settings:

@@ -106,7 +106,8 @@ def rank_runs(runs: Iterable[Run], metric: str, *, each: bool = False) -> list[R
             f"there are {', '.join(known) or 'none'}"
         )
     ranked = []
-    for group in group_runs(with_result, (lambda run: {"folder": str(run.folder)}) if each else all_compared_settings):
+    settings_of = all_compared_settings(with_result)
+    for group in group_runs(with_result, (lambda run: {"folder": str(run.folder)}) if each else settings_of):
         members = newest_of_each_seed(group.runs)
         members.sort(key=lambda run: goodness(metric, known_scores[run.folder]), reverse=True)
         ranked.append(RankedRuns(members, Score.over_runs([known_scores[run.folder] for run in members])))

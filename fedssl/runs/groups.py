@@ -4,6 +4,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 
 from fedssl.config.compose import RESULT_KEYS, RESUMABLE_KEYS
 from fedssl.config.statistics_settings import FEDERATED
@@ -11,6 +12,7 @@ from fedssl.errors import sanitize
 from fedssl.logs import log_once
 from fedssl.plain_values import flatten
 from fedssl.runs.run import Run
+from fedssl.runs.same_images import IMAGES_KEY, images_by_run
 
 MAIN = ("strategy", "method", "encoder", "partition", "partition.alpha", "num_clients", "rounds")
 OWN_KEYS = {"output_dir", "resume", "run_id", "pause_after"}  # of one start of a run
@@ -79,36 +81,57 @@ def differing_results(run: Run, other: Run) -> str:
 
 
 def compared_settings(
-    runs: Iterable[Run], *, always: Iterable[str] = (), ignored: Set[str] = IGNORED
+    runs: Sequence[Run], *, always: Iterable[str] = (), ignored: Set[str] = IGNORED
 ) -> Callable[[Run], dict[str, str]]:
     """Return a function that maps a run to the settings by which it is compared with these runs.
 
     These are ``always``, all settings that an override of any run sets, and those in which runs with the same of these
-    differ: their files of settings differ. A default value equals the same value set by an override.
+    differ: their files of settings differ. A default value equals the same value set by an override, and a path of
+    images any other one of the same images.
     """
+    images = images_by_run(runs, _without_images)
 
     def settings_of(run: Run, keys: Iterable[str]) -> dict[str, str]:
-        return {key: FEDERATED if key in run.measured_keys else run.value(key) for key in keys}
+        values = {key: FEDERATED if key in run.measured_keys else run.value(key) for key in keys}
+        return values | _named(images, run, values)
 
     given = (key for run in runs for key in run.overrides if not is_ignored(key, ignored))
     keys = dict.fromkeys([*always, *given])
     groups = group_runs(runs, lambda run: settings_of(run, keys))
     for group in groups:
-        settings = [_all_settings(run, ignored) for run in group.runs if run.settings]
+        settings = [_all_settings(run, ignored, images) for run in group.runs if run.settings]
         keys |= dict.fromkeys(key for key in varying(settings) if all(key in values for values in settings))
     return lambda run: settings_of(run, keys)
 
 
-def all_compared_settings(run: Run) -> dict[str, str]:
-    """Return all settings of a run that may change a result; its folder if the settings are unknown."""
-    if not run.settings:
-        return {"": str(run.folder)}
-    return _all_settings(run, IGNORED)
+def all_compared_settings(runs: Sequence[Run]) -> Callable[[Run], dict[str, str]]:
+    """Return a function that maps a run to all its settings that may change a result.
+
+    It returns the folder if the settings are unknown. Paths of the same images are equal.
+    """
+    images = images_by_run(runs, _without_images)
+
+    def settings_of(run: Run) -> dict[str, str]:
+        return _all_settings(run, IGNORED, images) if run.settings else {"": str(run.folder)}
+
+    return settings_of
 
 
-def _all_settings(run: Run, ignored: Set[str]) -> dict[str, str]:
+def _named(images: Mapping[Path, str], run: Run, values: Mapping[str, str]) -> dict[str, str]:
+    """Return the name of the images in place of their path, if the values have one."""
+    return {IMAGES_KEY: images[run.folder]} if IMAGES_KEY in values and run.folder in images else {}
+
+
+def _without_images(run: Run) -> frozenset[tuple[str, str]]:
+    """Return all settings that may change a result but the path of the images; the overrides if they are unknown."""
+    values = _all_settings(run, IGNORED, {}) if run.settings else run.overrides
+    return frozenset((key, value) for key, value in values.items() if key != IMAGES_KEY and not is_ignored(key))
+
+
+def _all_settings(run: Run, ignored: Set[str], images: Mapping[Path, str]) -> dict[str, str]:
     ignored = {*ignored, *run.measured_keys}
-    return {key: repr(value) for key, value in flatten(run.settings or {}) if not is_ignored(key, ignored)}
+    values = {key: repr(value) for key, value in flatten(run.settings or {}) if not is_ignored(key, ignored)}
+    return values | _named(images, run, values)
 
 
 def is_ignored(key: str, ignored: Set[str] = IGNORED) -> bool:

@@ -48,7 +48,8 @@ def reliability(runs: Sequence[Run], metric: str) -> str:
 
     A repeated run counts once. Runs of several data sets or encoders are not compared: their spectra differ anyway.
     """
-    groups = group_runs((run for run in runs if run.finished), all_compared_settings)
+    finished = [run for run in runs if run.finished]
+    groups = group_runs(finished, all_compared_settings(finished))
     runs = [run for group in groups for run in newest_of_each_seed(group.runs)]
     for key in ("dataset", "encoder"):
         values = {run.value(key) for run in runs if run.score(metric) and run.score(TARGET)}

@@ -13,7 +13,8 @@ import yaml
 from fedssl.config.load import compose
 from fedssl.datasets.base import forget_images
 from fedssl.errors import InputError
-from fedssl.runs.run import acquire_lock, is_locked
+from fedssl.report.accuracy_table import run_results
+from fedssl.runs.run import acquire_lock, is_locked, read_run
 from simulation import cli
 from simulation.pruning import check_metric
 from simulation.run import run
@@ -235,9 +236,7 @@ class TestResume:
         ):
             plan_jobs(tmp_path / "sweep", [])
         assert len(plan_jobs(tmp_path / "all", [])) == 2
-        assert (
-            len(plan_jobs(tmp_path / "sweep", [f"dataset.path={first}/images"])) == 4
-        )  # with seed=2, of other images as it seems
+        assert len(plan_jobs(tmp_path / "sweep", [f"dataset.path={first}/images"])) == 4  # seed=2, of other images
         assert len(plan_jobs(tmp_path / "sweep", [])) == 4
 
     def test_images_may_move_before_a_sweep_is_resumed(self, tmp_path, monkeypatch):
@@ -258,6 +257,7 @@ class TestResume:
         forget_images()  # as a new process
         assert cli._run_sweep([f"resume={folder}", f"dataset.path={moved}", "sweep.jobs=1"]) == 0
         assert list(encoders(folder)) == ["0", "1", "2"]
+        assert [row.runs for row in run_results([*map(read_run, sorted(folder.glob("[012]")))]).rows] == [3]
         (other / "00.png").rename(other / "other.png")
         assert len(plan_state(folder, [f"dataset.path={other}"]).jobs) == 6  # other images are other jobs
 

@@ -144,7 +144,22 @@ def test_a_new_setting_is_for_interpolations():
 @pytest.mark.parametrize("text", ["/tmp/a b", "/tmp/it's, [odd] {name}=1", "C:\\images\\", "/tmp/ünï"])
 def test_any_path_survives_the_command_line(text):
     assert resolve_config([f"output_dir={quote_value(text)}"])[0].output_dir == str(Path(text).absolute())
-    assert compose([f"output_dir={quote_value(text)}"]).recording.folder == Path(text).resolve()
+
+
+def test_paths_have_no_parents_unless_behind_a_link(tmp_path, monkeypatch):
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "here" / "below")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    monkeypatch.chdir(tmp_path / "here")
+    for text, expected in {
+        "../images": "images",
+        "below/../x": "here/x",
+        "no/../x": "here/x",
+        "../link/../x": "here/../link/../x",
+        "../loop": "here/../loop",
+    }.items():
+        config, _ = resolve_config(["dataset=folder", f"dataset.path={text}"])
+        assert config.dataset.path == str(tmp_path / expected)
 
 
 class TestResume:
@@ -175,6 +190,15 @@ class TestResume:
         for explicit, threads in (("threads=2", 2), ("threads=null", 1), ("++threads=2", 2)):
             assert load_settings([f"resume={tmp_path}", explicit]).machine.threads == threads
         assert compose_evaluation(["threads=2"], run=tmp_path).machine.threads == 2
+
+    def test_takes_paths_of_which_earlier_versions_kept_the_parents(self, tmp_path):
+        given = f"dataset.path={Path.cwd()}/../images"
+        save_run(compose(["dataset=folder", given]).recording, tmp_path)
+        file, path = tmp_path / "config.yaml", str(Path.cwd().parent / "images")
+        file.write_text(file.read_text().partition("\n")[2].replace(path, f"{Path.cwd()}/../images"))
+        assert load_settings([f"resume={tmp_path}"]).recording.config.dataset.path == path
+        with pytest.raises(InputError, match=r"was run with dataset.path=\S*/\.\./images \(now"):
+            load_settings([f"resume={tmp_path}", "dataset.path=images"])
 
     def test_refuses_other_settings(self, folder):
         with pytest.raises(InputError, match=r"was run with seed=0 \(now 1\)"):
