@@ -20,9 +20,10 @@ DATA_SET = "dataset."
 
 def run_with_overrides(name: str, usage: str, run: Callable[[Sequence[str]], str]) -> int:
     """Run a command with overrides and print its text, or the usage; return the exit status, see `run_command`."""
-    if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
+    is_asked = not {"-h", "--help"}.isdisjoint(sys.argv[1:])
+    if is_asked or not sys.argv[1:]:
         print(usage)
-        return 0 if sys.argv[1:] else 2
+        return 0 if is_asked else 2
     return run_command(name, lambda: print(sanitize(run(expand_config_dir_flag(sys.argv[1:])), lines=True)))
 
 

@@ -1,14 +1,32 @@
 """Options of the commands that compute from an encoder."""
 
+import sys
+
 import pytest
 
+from fedssl.augmented_views import cli as views
+from fedssl.classify import cli as classify
 from fedssl.config.commands import bands_of, check_output, encoder_file, flag_of, number_of, read_options, source_of
+from fedssl.embedding import cli as embedding
 from fedssl.errors import InputError
+from fedssl.evaluation import cli as evaluation
+from fedssl.explore import cli as explore
+from fedssl.export import cli as export
 
 
 def test_options_and_settings_of_the_data_set_are_separated():
     words = ["run=a b", "dataset.label=x, y", "hydra.searchpath=[file:///conf]", "dataset.size=8"]
     assert read_options("fedssl-embed", words, keys=("run",)) == ({"run": "a b"}, {"label": "x, y", "size": 8})
+
+
+@pytest.mark.parametrize("command", [classify, embedding, evaluation, explore, export, views])
+@pytest.mark.parametrize("words", [["-h"], ["run=r1", "--help"], ["--config-dir", "conf", "x", "-h", "y=1"]])
+def test_any_word_may_ask_for_help(command, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fedssl-x", *words])
+    assert command.main() == 0
+    assert capsys.readouterr().out == f"{command.USAGE}\n"
+    monkeypatch.setattr(sys, "argv", ["fedssl-x"])
+    assert command.main() == 2
 
 
 @pytest.mark.parametrize(
