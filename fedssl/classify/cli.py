@@ -19,7 +19,7 @@ import numpy as np
 
 from fedssl.atomic_files import write_text
 from fedssl.classify.classifier import Classifier
-from fedssl.classify.label_next import FEW, next_to_label
+from fedssl.classify.label_next import DUPLICATE, FEW, MAX_POOL, next_to_label
 from fedssl.classify.labeled import UNLABELED, LabeledImages, list_labeled, read_labeled, without_labels
 from fedssl.classify.onnx_file import NUM_CHECKED, check_packages, write_onnx
 from fedssl.classify.options import Options, check_outputs, classify_options
@@ -115,6 +115,9 @@ def _label_next(
     unit, unit_known = (unit_features(each, center=center) for each in (features, known))
     chosen = rows[next_to_label(unit, unit_known, count=options.label_next, margins=margins, seed=options.seed)]
     hint = f"; left out are {named}" if unwritable else ""
+    if len(chosen) < min(options.label_next, len(rows)):
+        among = f" of {MAX_POOL:,} among which is chosen" if len(rows) > MAX_POOL else ""
+        hint += f"; the others{among} are near duplicates of these or of labeled ones (cosine from {DUPLICATE})"
     if any(place.part for place in pool.images.places(np.sort(pool.rows[chosen]))):
         hint += "; some are parts of files: write their labels beside the images, not into this table"
     return chosen, hint

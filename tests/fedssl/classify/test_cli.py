@@ -160,6 +160,24 @@ def test_names_that_no_table_can_hold_are_not_labeled_next(run: Path, photos: Pa
         classify([*words, "next=n.csv"])
 
 
+def test_fewer_images_to_label_next_have_a_reason(run: Path, photos: Path) -> None:
+    words, reason = (
+        [f"run={run}", "images=photos/new"],
+        "near duplicates of these or of labeled ones (cosine from 0.99)",
+    )
+    pixels = np.array(Image.open("photos/green-6.png"))
+    (photos / "new").mkdir()
+    for number, file in enumerate(["new/0", "new/1", "new/2", "new/3", "labeled/green/near"]):
+        Image.fromarray(np.maximum(pixels, number)).save(f"photos/{file}.png")
+    write(photos / "new" / "other.png", "blue", seed=0)
+    text = classify([*words, "label_next=4", "next=a.csv"])
+    assert text == f"2 images to label next: a.csv; the others are {reason}"
+    assert classify([*words, "label_next=2", "next=b.csv"]) == "2 images to label next: b.csv"
+    (photos / "new" / "other.png").unlink()
+    text = classify([*words, "labeled=photos/labeled", "label_next=3", "next=c.csv"])
+    assert text.endswith(f"0 images to label next: c.csv; the others are {reason}")
+
+
 @pytest.mark.parametrize("classes", [("+", "-"), ("@", "++")])
 def test_signs_are_classes_and_begin_names(run: Path, photos: Path, classes: tuple[str, str]) -> None:
     for number in range(12):
