@@ -1,8 +1,8 @@
 """Labels of rows in parquet and arrow files, with the same numbers in all files of a data set.
 
-A column holds names (strings), class numbers whose names are in the metadata (``ClassLabel`` of ``datasets``), or class
-numbers alone. Named classes are joined by name over all files: a file may list other names, or in another order. A row
-has no label if its value is null, NaN, negative or blank.
+A column holds names (strings), truth values, class numbers whose names are in the metadata (``ClassLabel`` of
+``datasets``), or class numbers alone. Named classes are joined by name over all files: a file may list other names, or
+in another order. A row has no label if its value is null, NaN, negative or blank.
 """
 
 import json
@@ -25,6 +25,7 @@ from fedssl.logs import log_once
 
 MAX_NUMBER = 2**16  # larger numbers are identifiers, such as those of species: they count as names
 Source = TypeVar("Source")
+_TRUTH_VALUES = ("False", "True")  # as `str` writes them; the TRUE of a spreadsheet is one, too
 _OFF = "dataset.label=null where no labels are needed"
 
 
@@ -124,7 +125,9 @@ def _read(file: Path, column: str) -> LabelColumn:
     """Read the labels of a file; none if it lacks the column."""
     if column not in schema_of(file).names:
         return LabelColumn(file, np.full(num_rows(file), NO_LABEL))
-    return label_column(file, column, column_of(file, column), class_names(schema_of(file), column))
+    array = column_of(file, column)
+    names = _TRUTH_VALUES if pa.types.is_boolean(array.type) else class_names(schema_of(file), column)
+    return label_column(file, column, array, names)
 
 
 def label_column(source: object, column: str, array: pa.Array, names: tuple[str, ...] = ()) -> LabelColumn:

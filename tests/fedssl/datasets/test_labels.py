@@ -59,6 +59,16 @@ def test_names_beside_numbers_are_refused_if_rows_have_labels(tmp_path: Path) ->
     assert (labels.tolist(), classes) == ([0, 7], ())
 
 
+def test_truth_values_are_names(tmp_path: Path) -> None:
+    file = write(tmp_path / "train.parquet", pa.array([True, False, None]))
+    assert names_of([file]) == [["True", "False", None]]
+    other = write(tmp_path / "test.parquet", pa.array(["Unsure", "True"]))
+    assert names_of([file, other]) == [["True", "False", None], ["Unsure", "True"]]
+    with Path(tmp_path / "excel.csv").open("w") as stream:
+        stream.write("path;label\n1.png;TRUE\n2.png;FALSE\n3.png;\n")
+    assert names_of([tmp_path / "excel.csv"]) == [["True", "False", None]]
+
+
 @pytest.mark.parametrize(
     ("column", "message"),
     [
