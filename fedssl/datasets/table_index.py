@@ -34,6 +34,7 @@ from fedssl.datasets.split_files import split_files
 from fedssl.datasets.splits import HELD_OUT, chosen_parts, split_of, split_of_word
 from fedssl.datasets.tables import (
     arrow_records,
+    as_written,
     check_image_column,
     column_bytes,
     column_chunks,
@@ -52,6 +53,7 @@ from fedssl.errors import InputError, shortened
 from fedssl.safe_io import sanitize_line
 
 _MAX_SPLITS = 12  # named in a line
+_COLUMNS_OF_QUERY = ("image", "label", "owner", "group", "split_column")
 
 
 def index_tables(source: Source, query: Query) -> ImageIndex | None:
@@ -62,6 +64,9 @@ def index_tables(source: Source, query: Query) -> ImageIndex | None:
     source.log(f"{count:,} rows in {len(files):,} {kinds} file{'s'[: len(files) != 1]}")
     if not count:
         raise InputError(f"{source.path} has no row with an image; check {source.setting}")
+    columns: dict[str, Any] = {name: column for name in _COLUMNS_OF_QUERY if (column := vars(query)[name]) is not None}
+    columns |= {name: as_written(files, column) for name, column in columns.items()}
+    query = replace(query, **columns)
     column = query.split_column if query.split_folders is not False else None
     if column is not None and all(column in schema_of(file).names for file in files):
         return _index_by_column(source, files, query, column)

@@ -5,7 +5,7 @@ A column of images has bytes, paths, the structs of ``datasets`` with both, or i
 lead anywhere: the files of ``dataset.path`` are the user's own. Only regular files are opened.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -43,6 +43,13 @@ def schema_of(file: Path, column: str | None = None) -> pa.Schema:
     return opened.schema if isinstance(opened, pa.Table) else opened.schema_arrow
 
 
+def as_written(files: Iterable[Path], column: str) -> str:
+    """Return the name of a column as the files write it: ``Label`` for ``label`` if no other differs only in case."""
+    names = {name for file in files for name in schema_of(file).names}
+    alike = {name for name in names if name.casefold() == column.casefold()}
+    return str(*alike) if column not in names and len(alike) == 1 else column
+
+
 def require_column(file: Path, column: str, remedy: str) -> pa.Schema:
     """Return the schema of a file; `InputError` if it has no such column."""
     schema = schema_of(file, column)
@@ -62,7 +69,7 @@ def column_of(file: Path, column: str) -> pa.Array:
 def row_values(files: Sequence[Path], column: str, rows: np.ndarray) -> list[Any]:
     """Return the values of a column at ascending ``rows`` of all files one after another."""
     values: list[Any] = []
-    bounds = np.cumsum([0, *map(num_rows, files)])
+    bounds, column = np.cumsum([0, *map(num_rows, files)]), as_written(files, column)
     for file, start, end in zip(files, bounds, bounds[1:], strict=False):
         require_column(file, column, "name one of these")
         wanted = rows[np.searchsorted(rows, start) : np.searchsorted(rows, end)] - start

@@ -22,7 +22,7 @@ from fedssl.datasets.path_index import index_source
 from fedssl.datasets.raster import PIXELS
 from fedssl.datasets.sources import ARRAYS, IMAGES, TABLES, Source, find
 from fedssl.datasets.splits import HELD_OUT
-from fedssl.datasets.tables import schema_of
+from fedssl.datasets.tables import as_written, schema_of
 from fedssl.digests import checksum, new_identity
 from fedssl.errors import InputError
 from fedssl.machine.process import available_cores
@@ -229,7 +229,8 @@ def list_images(
     )
     source = find(str(path), setting=setting)
     if "label" not in settings and source.kind == TABLES:
-        has_labels = any("label" in schema_of(file).names for file in source.files)
+        label = as_written(source.files, "label")
+        has_labels = any(label in schema_of(file).names for file in source.files)
         query = replace(query, label="label" if has_labels else None)  # without a warning
     parts, labels, classes = _indexed(source, query, folders)
     root = user_path(path)

@@ -244,6 +244,23 @@ def test_onnx_runtime_alone_needs_no_torch_and_500_megabytes(run: Path, photos: 
     assert int(megabytes) < 500
 
 
+def test_titles_of_a_spreadsheet_are_those_of_columns(run: Path, photos: Path) -> None:
+    rows = [(path, path.parent.name == "blue", path.stem[-1]) for path in sorted(photos.glob("labeled/*/*.png"))]
+    found = {}
+    for header in ("path,label,group", "Path,Label,Group", "path,label,other"):
+        lines = (f'"{path}",{str(is_blue).upper()},{group}\n' for path, is_blue, group in rows)
+        Path("labels.csv").write_text(f"{header}\n{''.join(lines)}")
+        found[header] = classify([f"run={run}", "labeled=labels.csv"])
+        assert json_of(run, f"{header}.json").keys() == {"False", "True"}
+    assert found["Path,Label,Group"] == found["path,label,group"] != found["path,label,other"]
+
+
+def json_of(run: Path, file: str) -> dict[str, dict[str, float]]:
+    classify([f"run={run}", "labeled=labels.csv", f"report={file}"])
+    classes: dict[str, dict[str, float]] = json.loads(Path(file).read_text())["classes"]
+    return classes
+
+
 def test_joined_labels_are_one_class_with_a_warning(run: Path, photos: Path, caplog: pytest.LogCaptureFixture) -> None:
     prepared("lists")
     assert "6 labeled images of 2 classes" in classify([f"run={run}", "labeled=labels.csv"])

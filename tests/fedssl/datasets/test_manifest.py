@@ -210,6 +210,25 @@ def test_no_group_is_on_both_sides(images: Path) -> None:
     assert len(train.groups.unique()) == 3
 
 
+@pytest.mark.parametrize("header", ["Path,Label,Group,Split", "PATH,LABEL,GROUP,SPLIT", "path , Label,Group ,split"])
+def test_the_case_of_columns_does_not_matter(images: Path, header: str) -> None:
+    rows = "".join(f"my images/{n}.png,{'ab'[n % 2]},p{n // 2},{('train', 'test')[n > 5]}\n" for n in range(10))
+    for split in ("train", "test"):
+        data, expected = (
+            read(images, f"{first}\n{rows}", split, group="group") for first in (header, "path,label,group,split")
+        )
+        assert first_pixels(data.images) == first_pixels(expected.images)
+        assert (data.classes, data.labels.tolist()) == (expected.classes, expected.labels.tolist())
+        assert data.groups.tolist() == expected.groups.tolist()
+
+
+def test_columns_that_differ_only_in_case_are_named(images: Path) -> None:
+    rows = "".join(f"my images/{n}.png,{'ab'[n % 2]},{'cd'[n // 5]}\n" for n in range(10))
+    assert read(images, f"path,Label,label\n{rows}").classes == ("c", "d")
+    assert read(images, f"path,Label,label\n{rows}", label="Label").classes == ("a", "b")
+    assert not read(images, f"path,Label,LABEL\n{rows}").classes  # with a warning
+
+
 def test_groups_that_are_classes_are_not_held_out(images: Path, caplog: pytest.LogCaptureFixture) -> None:
     text = "path,label\n" + "".join(f"my images/{n}.png,{n % 2}\n" for n in range(10))
     changes = {"group": "label", "test_fraction": 0.4}
