@@ -45,7 +45,14 @@ def _literal(override: str, *, sweep: bool) -> str:
     if sweep and name not in _NEVER_SWEPT:
         if _FUNCTION.fullmatch(text):
             return override
-        return f"{key}={','.join(map(_quoted, re.findall(rf'(?:{_QUOTED}|{_INTERPOLATION}|[^,])+', text) or ['']))}"
+        values = re.findall(rf"(?:{_QUOTED}|{_INTERPOLATION}|[^,])+", text) or [""]
+        if len(values) > 1 and _is_path(name, override) and _exists(text) and not all(map(_exists, values)):
+            one, each = (shlex.quote(f"{key}={','.join(map(_in_quotes, some))}") for some in ([text], values))
+            raise InputError(
+                f"{override} is one path that exists, but {len(values)} values of a sweep; quote it as in {one}, or "
+                f"each value as in {each}"
+            )
+        return f"{key}={','.join(map(_quoted, values))}"
     return f"{key}={_quoted(text)}"
 
 
@@ -54,6 +61,15 @@ def _quoted(text: str) -> str:
     if _ALL_QUOTED.fullmatch(text) or text.lower() == "null":
         return text
     return quote_value(text)
+
+
+def _in_quotes(text: str) -> str:
+    """Return text in double quotes, which a shell's single quotes may contain, or else as `quote_value`."""
+    return quote_value(text) if re.search(r'["\\$]', text) else f'"{text.strip()}"'
+
+
+def _exists(text: str) -> bool:
+    return os.path.exists(os.path.expanduser(text.strip()))  # noqa: PTH110, PTH111 - pathlib's raise for some texts
 
 
 def is_text(key: str) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from fedssl.config.literal import literal_values, path_of, plain_override, public_overrides, shell_command, user_path
 from fedssl.config.load import compose
 from fedssl.config.overrides import parse
+from fedssl.errors import InputError
 from fedssl.evaluation import cli as evaluation
 from fedssl.export import cli as export
 from fedssl.report import cli as report
@@ -75,6 +77,25 @@ def test_unquoted_commas_separate_the_values_of_a_sweep():
     given = ["dataset.path=/a ä,'/b,c',null", "resume=/a,b", "encoder.weights=choice(a,b)"]
     assert literal_values(given, sweep=True) == ["dataset.path='/a ä','/b,c',null", "resume='/a,b'", given[2]]
     assert literal_values(literal_values(given, sweep=True), sweep=True) == literal_values(given, sweep=True)
+
+
+def test_a_path_with_a_comma_is_not_split_silently(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_images(tmp_path / "we,ird", 2)
+    for text in ("we,ird", f"{tmp_path}/we,ird", "~/we,ird"):
+        with pytest.raises(InputError, match="is one path that exists, but 2 values of a sweep; quote it as") as caught:
+            literal_values(["seed=0,1", f"dataset.path={text}"], sweep=True)
+        one, each = re.search("quote it as in (.*), or each value as in (.*)", str(caught.value)).groups()
+        assert one == f"""'dataset.path="{text}"'"""
+        assert each == f"""'dataset.path="{text[:-4]}","ird"'"""
+        for quoted in (one, each):
+            assert literal_values(shlex.split(quoted), sweep=True) == shlex.split(quoted)
+    assert literal_values(["dataset.path=we,ird"]) == ["dataset.path='we,ird'"]
+    literal_values([f"dataset.path={'x' * 5000},y", "dataset.path=we,other", "tracker.run=we,ird"], sweep=True)
+    for name in ("we", "ird"):
+        (tmp_path / name).mkdir()
+    assert literal_values(["dataset.path=we,ird"], sweep=True) == ["dataset.path='we','ird'"]  # all of them exist
 
 
 def test_a_home_folder_is_found_in_every_path_setting(monkeypatch, tmp_path):
