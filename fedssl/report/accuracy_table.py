@@ -1,7 +1,7 @@
 """Results of the jobs of a sweep or of any runs as a table: mean and standard deviation over seeds."""
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -10,6 +10,7 @@ from typing import NamedTuple
 from fedssl.evaluation.scores import IN_PERCENT, Score, column_title
 from fedssl.runs.groups import MAIN, compared_settings, differing_results, group_runs, newest_of_each_seed, varying
 from fedssl.runs.run import RANKME, Run, read_run
+from fedssl.runs.same_images import IMAGES_KEY, images_by_run
 from fedssl.text_table import TableCell, TextTable, text_cell
 
 # Settings and config groups that define the task: results are compared only if they agree.
@@ -121,11 +122,17 @@ def sweep_results(folders: Sequence[Path], *, metric: str | None = None) -> Resu
     ignored = {"seed"}
     if any(run.overrides and "engine" not in run.overrides for run in runs):
         ignored.add("engine")  # a sweep adds it to the jobs that it runs in parallel, and no result depends on it
-    return read_results(
-        runs,
-        lambda run: {key: value for key, value in run.overrides.items() if key not in ignored},
-        with_rankme=metric == RANKME,
-    )
+    images = images_by_run(runs, lambda run: frozenset(_other_overrides(run, {*ignored, IMAGES_KEY}).items()))
+
+    def settings_of(run: Run) -> dict[str, str]:
+        values = _other_overrides(run, ignored)
+        return values | ({IMAGES_KEY: images.get(run.folder, values[IMAGES_KEY])} if IMAGES_KEY in values else {})
+
+    return read_results(runs, settings_of, with_rankme=metric == RANKME)
+
+
+def _other_overrides(run: Run, ignored: Set[str]) -> dict[str, str]:
+    return {key: value for key, value in run.overrides.items() if key not in ignored}
 
 
 def run_results(runs: Sequence[Run]) -> Results:
