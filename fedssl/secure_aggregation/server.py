@@ -235,9 +235,8 @@ class _Round:
                 fewest, remedy = self._min_clients, "a smaller aggregation.min_updates tolerates more dropouts"
             enough, needed = len(valid) >= fewest, f"{fewest} are"
         if not enough:
-            texts = sanitize_line(
-                "; ".join(dict.fromkeys([*self._result.dropped.values(), *reasons.values()])), max_chars=500
-            )
+            listed = "; ".join(dict.fromkeys([*self._result.dropped.values(), *reasons.values()]))
+            texts = sanitize_line(listed, max_chars=500)
             raise TooFewParticipants(
                 f"too few clients completed secure aggregation: {len(valid)} of {graph.clients} after the phase "
                 f"{phase}, and {needed} needed ({texts}); {remedy}"

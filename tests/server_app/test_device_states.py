@@ -73,7 +73,7 @@ def test_a_lost_update_leaves_no_trace_on_the_device(name, rounds, places, tmp_p
     assert model_bits(runs[0]) == model_bits(runs[1])
 
 
-def test_a_run_that_is_set_back_has_the_bits_of_another(places, tmp_path):
+def test_a_run_set_back_has_the_bits_of_another(places, tmp_path):
     """The server loses rounds 3 and 4. When they are repeated, one device is away in round 3."""
     overrides, folder = STRATEGIES["scaffold"], tmp_path / "set back"
     expected = train(tmp_path / "once", places, overrides, loses((3,), trains=False))

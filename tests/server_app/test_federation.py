@@ -4,6 +4,7 @@ import numpy as np
 
 from server_app.federation import sample_clients
 from strategies.fedavg import FedAvg
+from tests.federation import Federation
 from tests.server_app.test_round import configure, good, make_grid
 
 
@@ -25,3 +26,14 @@ def test_messages_go_to_the_nodes_of_the_chosen_partitions():
     nodes = list(grid.get_node_ids())
     chosen = sample_clients(0, 1, num_clients=6, clients_per_round=2)
     assert [message.metadata.dst_node_id for message in messages] == [nodes[k] for k in chosen]
+
+
+def test_late_updates_have_the_metrics_after_a_warm_up(tmp_path):
+    """Of plans of the first two rounds, which weight by images, but used in a round that weights by loss."""
+    overrides = ["strategy=l_dawa", "strategy.weighting=loss", "strategy.warmup_rounds=2", "num_clients=5"]
+    rounds = Federation(
+        tmp_path, *overrides, "dataset.limit=100", "aggregation.buffered=true", "aggregation.min_updates=2"
+    )
+    rounds.run(3)
+    assert max(row.staleness for row in rounds.report.clients) > 0
+    assert rounds.report.dropped == {}

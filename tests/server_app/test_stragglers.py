@@ -154,15 +154,6 @@ def test_an_outlier_ends_no_run_with_buffering(tmp_path):
     assert len(rounds.report.clients) + len(rounds.report.dropped) == 4
 
 
-def test_late_updates_have_the_metrics_after_a_warm_up(tmp_path):
-    """Of plans of the first two rounds, which weight by images, but used in a round that weights by loss."""
-    overrides = ["strategy=l_dawa", "strategy.weighting=loss", "strategy.warmup_rounds=2", "num_clients=5"]
-    rounds = Rounds(tmp_path, *overrides, "dataset.limit=100", "aggregation.buffered=true", "aggregation.min_updates=2")
-    rounds.run(3)
-    assert max(row.staleness for row in rounds.report.clients) > 0
-    assert rounds.report.dropped == {}
-
-
 def test_unused_late_replies_neither_end_a_round_nor_delay_it():
     """The first 2 of 3 replies count. The late reply of client 0 arrives before round 2, that of client 2 never."""
     slow = {(0, 1): (NEVER, "good"), (2, 2): (NEVER, "good"), (0, 3): (1, "error"), (1, 3): (1, "error")}
