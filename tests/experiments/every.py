@@ -131,6 +131,8 @@ def small(config: DictConfig, *, data: Path) -> list[str]:
         overrides.append("encoder.name=test_resnet")
     elif "conv_small" not in config.encoder._target_:
         overrides += ["encoder=conv_small", "encoder.width=4"]
+    if config.partition.get("classes_per_client", 0) > 10:
+        overrides.append("partition.classes_per_client=10")  # as many as the images have
     overrides += [f"method.{name}.hidden_dim=8" for name in ("projector", "predictor") if name in config.method]
     return overrides + [override for key, _ in flatten(config) for override in _paths(key, data)]
 

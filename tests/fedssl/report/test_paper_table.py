@@ -9,7 +9,7 @@ import pytest
 from fedssl.config.compose import resolve_config
 from fedssl.config.load import compose
 from fedssl.config.saved_run import save_run
-from fedssl.report.paper_table import PaperRow, match_runs, read_table, table_names
+from fedssl.report.paper_table import Differences, PaperRow, match_runs, read_table, table_names
 from fedssl.runs.run import find_runs
 from tests.experiments.every import EXPERIMENTS, check_saved_overrides
 from tests.runs import change_summary, write_run
@@ -85,6 +85,18 @@ def test_every_table_is_an_experiment_and_its_rows_are_words():
         overrides |= {f"{key}={value}" for cell in cells for key, value in cell.settings.items()}
         assert all(0 < cell.value < 100 for cell in cells)
     check_saved_overrides(overrides)
+
+
+def matched(folder: Path, table: str, *overrides: str) -> list[Differences]:
+    """What differs, of every line of a table to which the run of a command belongs."""
+    job(folder, f"experiment={table.replace('.', '/')}", *overrides)
+    return [line.differs for line in match_runs(table, find_runs([folder]))[0] if line.runs]
+
+
+def test_fedu_table3_is_of_mini_imagenet(tmp_path):
+    """CIFAR-10 and CIFAR-100; the paper's clients have 100 / K = 20 classes (section 4.1)."""
+    assert matched(tmp_path / "own", "fedu.table3", "strategy=fedu") == [{}, {}]
+    assert matched(tmp_path / "other", "fedu.table3", "strategy=fedu", "dataset=tiny_imagenet") == []
 
 
 @pytest.mark.heavy
