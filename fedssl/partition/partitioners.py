@@ -35,7 +35,7 @@ InputError
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -72,13 +72,14 @@ def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balanci
 
     with $n_c$ the images of class c, and $n_{c,k}$ those of client k. With ``self_balancing`` clients that have more
     than n / K images of earlier classes get none, and the other shares are scaled to the sum 1; classes are divided in
-    the order of their numbers. Draws with fewer than ``min_size`` images of a client are repeated (11 draws in total).
+    the order of their numbers. Draws with fewer than ``min_size`` images of a client, or without a client that can get
+    a class, are repeated (11 draws in total).
     """
     check_arguments("partition", alpha=alpha, min_size=min_size)
     num_images, num_clients = data.num_images, data.num_clients
     labels, order = labeled(data, "dirichlet")
 
-    def draw(num_clients: int, alpha: float) -> list[np.ndarray] | None:
+    def draw(num_clients: int, alpha: float, min_size: int, seed: int) -> list[np.ndarray] | None:
         if min_size * num_clients > num_images:
             return None
         dealt = (num_images - len(order)) // num_clients  # images without a label, at least, of every client
@@ -87,21 +88,29 @@ def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balanci
             num_clients=num_clients,
             alpha=alpha,
             min_size=max(0, min_size - dealt),
-            seed=derive_seed(data.seed, "partition", "shares"),
+            seed=derive_seed(seed, "partition", "shares"),
             self_balancing=self_balancing,
         )
 
-    parts = draw(num_clients, alpha)
+    parts = draw(num_clients, alpha, min_size, data.seed)
     if parts is None:
-        alphas = (value for value in (1, 10, 100) if value > alpha and draw(num_clients, value) is not None)
+        alphas = (value for value in (1, 10, 100) if value > alpha and draw(num_clients, value, min_size, data.seed))
         numbers = (num_clients // 2**power for power in range(1, num_clients.bit_length()))
-        fewer = (number for number in numbers if draw(number, alpha) is not None)
+        fewer = (number for number in numbers if draw(number, alpha, min_size, data.seed))
+        seeds = (seed for seed in range(data.seed + 1, data.seed + 100) if draw(num_clients, alpha, min_size, seed))
         remedies = [f"partition.alpha={value}" for value in itertools.islice(alphas, 1)]
         remedies += [f"num_clients={number}" for number in itertools.islice(fewer, 1)]
-        remedies += ["partition.min_size=0: clients with too few never train"]
+        if min_size and draw(num_clients, alpha, 0, data.seed):
+            remedies += ["partition.min_size=0: clients with too few never train"]
+        else:
+            remedies += [f"seed={seed}" for seed in itertools.islice(seeds, 1)]
+        clients = f"num_clients={num_clients} clients"
+        few = f"some of {clients} with fewer than partition.min_size={min_size} of {num_images} images"
+        full = f"a class to none of {clients} (partition.self_balancing=true)"
+        reasons = [few] * bool(min_size or not self_balancing) + [full] * self_balancing
         raise InputError(
-            f"partition.alpha={alpha} leaves some of num_clients={num_clients} clients with fewer than "
-            f"partition.min_size={min_size} of {num_images} images in every draw; set {', or '.join(remedies)}"
+            f"partition.alpha={alpha} leaves {' or '.join(reasons)} in every draw; "
+            f"set {', or '.join(remedies or ['another partition.alpha'])}"
         )
     return with_unlabeled([order[rows] for rows in parts], data, labels)
 
@@ -111,32 +120,45 @@ def dirichlet_rows(
 ) -> list[np.ndarray] | None:
     """Return the rows of each client, class by class; None if no draw gives all clients ``min_size`` rows.
 
-    With ``self_balancing`` also None if no client can receive a class: all are full or have the share 0. The draws are
-    those of flwr-datasets' `DirichletPartitioner`, whose time grows with the square of the number of clients.
+    The draws are those of flwr-datasets' `DirichletPartitioner`, whose time grows with the square of the number of
+    clients. With ``self_balancing`` that fails if a draw has no client for a class; here the next draw follows.
     """
     classes = [np.flatnonzero(labels == name) for name in np.unique(labels)]
     generator = np.random.default_rng(seed)
-    average = len(labels) / num_clients
     for _ in range(MAX_DRAWS):
-        sizes = np.zeros((len(classes), num_clients), dtype=np.int64)  # of each class and client
-        for number, rows in enumerate(classes):
-            shares = generator.dirichlet(np.full(num_clients, float(alpha)))
-            if self_balancing:
-                shares[sizes[:number].sum(axis=0) > average] = 0.0
-                total = sum(shares.tolist())  # as flwr-datasets adds them; NumPy's order would change last bits
-                if not total:
-                    return None
-                shares /= total
-            if not np.isfinite(shares).all():
-                return None
-            ends = (np.cumsum(shares) * len(rows)).astype(np.int64)
-            ends[-1] = len(rows)
-            sizes[number] = np.diff(ends, prepend=0)
-        if sizes.sum(axis=0).min() >= min_size:
+        sizes = _draw_sizes(
+            [len(rows) for rows in classes], generator, num_clients, alpha=alpha, self_balancing=self_balancing
+        )
+        if sizes is not None and sizes.sum(axis=0).min() >= min_size:
             clients = np.concatenate([np.repeat(np.arange(num_clients), row) for row in sizes])
             by_class = np.concatenate(classes)
             return [by_class[rows] for rows in rows_of_clients(clients, num_clients)]
     return None
+
+
+def _draw_sizes(
+    counts: Sequence[int], generator: np.random.Generator, num_clients: int, *, alpha: float, self_balancing: bool
+) -> np.ndarray | None:
+    """Draw the number of images of each class and client, ``(classes, clients)``, from the classes' ``counts``.
+
+    Return None if no client can receive a class: with ``self_balancing`` all are full or have the share 0.
+    """
+    average = sum(counts) / num_clients
+    sizes = np.zeros((len(counts), num_clients), dtype=np.int64)
+    for number, count in enumerate(counts):
+        shares = generator.dirichlet(np.full(num_clients, float(alpha)))
+        if self_balancing:
+            shares[sizes[:number].sum(axis=0) > average] = 0.0
+            total = sum(shares.tolist())  # as flwr-datasets adds them; NumPy's order would change last bits
+            if not total:
+                return None
+            shares /= total
+        if not np.isfinite(shares).all():
+            return None
+        ends = (np.cumsum(shares) * count).astype(np.int64)
+        ends[-1] = count
+        sizes[number] = np.diff(ends, prepend=0)
+    return sizes
 
 
 def pathological(data: PartitionInput, *, classes_per_client: int) -> list[np.ndarray]:
