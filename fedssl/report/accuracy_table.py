@@ -1,5 +1,6 @@
 """Results of the jobs of a sweep or of any runs as a table: mean and standard deviation over seeds."""
 
+import math
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ COMPARISON_KEYS = (
 )
 MARK_CAPTION = (
     "the best accuracy of all rows with the same data and clients, if it is higher than that of each other row by "
-    "Welch's t-test over seeds (one-sided, p < 0.05); with one seed of a row nothing is marked"
+    "Welch's t-test over seeds (one-sided, p < 0.05), or the permutation test if neither has any spread; with one seed "
+    "of a row nothing is marked"
 )
 SIGNIFICANCE = 0.05
 # Titles of notes.
@@ -41,11 +43,12 @@ def best_rows(values: Sequence[Sequence[float]], tasks: Sequence[Hashable]) -> s
 
 
 def is_higher(first: Sequence[float], second: Sequence[float]) -> bool:
-    """Return whether the expectation of ``first`` is higher, by Welch's one-sided t-test; False with one value."""
+    """Return whether the expectation of ``first`` is significantly higher (`MARK_CAPTION`); False with one value."""
     if min(len(first), len(second)) < 2:
         return False
-    if len({*first}) == len({*second}) == 1:  # no spread, for which the test is undefined
-        return first[0] > second[0]
+    if len({*first}) == len({*second}) == 1:  # Welch's test is undefined, and two seeds would be certain
+        p_of_permutations = 1 / math.comb(len(first) + len(second), len(first))
+        return first[0] > second[0] and p_of_permutations < SIGNIFICANCE
     from scipy.stats import ttest_ind  # slow import
 
     with warnings.catch_warnings(category=RuntimeWarning, action="ignore"):  # one of them may have no spread

@@ -251,9 +251,12 @@ def test_runs_that_did_not_finish_are_listed(tmp_path: Path):
         ([[], [0.9, 0.9], []], set()),  # rows without finished runs are no rivals
         ([[0.9, 0.9], [0.1, 0.1], [0.1]], set()),
         ([], set()),
-        # Without any spread every lead is one, but a tie is none.
-        ([[0.5, 0.5], [0.6, 0.6]], {1}),
-        ([[0.5, 0.5], [0.5, 0.5]], set()),
+        # Without any spread the permutation test has p = 1 / C(2n, n): 1 / 6, 1 / 20 and 1 / 70 with 2, 3 and 4 seeds.
+        # Two equal seeds of each were marked before, as if they were certain, while --reference has p = 1.
+        ([[0.5, 0.5], [0.6, 0.6]], set()),
+        ([[0.5] * 3, [0.6] * 3], set()),
+        ([[0.5] * 4, [0.6] * 4], {1}),
+        ([[0.5] * 4, [0.5] * 4], set()),
         ([[0.6, 0.6], [0.5, 0.51]], {0}),  # of one row only
     ],
 )
