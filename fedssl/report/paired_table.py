@@ -132,11 +132,12 @@ def _paired(group: RunGroup, base: RunGroup, name: str) -> list[float]:
 
 def _cells(row: Difference, seeds: int, unit: str) -> list[TableCell]:
     form, needed = (".1f", seeds_for(row.spread)) if unit in IN_PERCENT else (".3g", None)  # a point of percentages
+    mean, low, high = (float(f"{value:{form}}") + 0.0 for value in (row.mean, row.low, row.high))  # + 0.0: no -0.0
     return [
         TableCell(str(seeds), numbers=(seeds,)),
-        TableCell(f"{row.mean:+{form}} ± {row.spread:{form}}", numbers=(row.mean, row.spread)),
-        TableCell(f"{row.low:+{form}} to {row.high:+{form}}", numbers=(row.low, row.high)),
+        TableCell(f"{mean:+{form}} ± {row.spread:{form}}", numbers=(row.mean, row.spread)),
+        TableCell(f"{low:+{form}} to {high:+{form}}", numbers=(row.low, row.high)),
         TableCell(f"{row.p:.3f}", numbers=(row.p,)),
-        TableCell(f"{row.effect:+.1f}" if seeds > 2 else "-", numbers=(row.effect,)),
+        TableCell(f"{round(row.effect, 1) + 0.0:+.1f}" if seeds > 2 else "-", numbers=(row.effect,)),
         TableCell("-" if needed is None else str(needed), numbers=(needed,)),
     ]

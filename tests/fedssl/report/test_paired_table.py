@@ -53,6 +53,17 @@ def test_results_without_percent_keep_their_digits_and_have_no_points(runs: Path
     assert table["seeds_for_1_point"].isna().all()
 
 
+def test_a_difference_that_rounds_to_zero_has_no_minus(tmp_path: Path, command):
+    """2.8, -2.8 and -0.03 points have the mean -0.01."""
+    for seed, difference in enumerate((0.028, -0.028, -0.0003)):
+        job(tmp_path / f"fedavg{seed}", "fedavg", seed, knn=0.4)
+        job(tmp_path / f"eua{seed}", "eua", seed, knn=0.4 + difference)
+    _, out, _ = command(tmp_path, "--reference", "strategy=fedavg")
+    row = next(line for line in out.splitlines() if line.startswith("eua"))
+    assert row.split()[3:6] == ["+0.0", "±", "2.8"]
+    assert "-0.0" not in row
+
+
 def test_rows_are_compared_within_the_same_other_settings(runs: Path, command):
     for seed in range(3):
         folder = job(runs / f"byol{seed}", "fedavg", seed, knn=0.1)
