@@ -12,6 +12,7 @@ from simulation.run import run
 from tests.cases import some
 from tests.experiments.every import (
     EXPERIMENTS,
+    GROUPS,
     OF_PAPERS,
     check_saved_overrides,
     commands,
@@ -58,6 +59,13 @@ def test_a_head_has_table_command_and_differences(name):
         assert re.search(rf"{kind.capitalize()}s? [^:]*\b{number}\b", text)
         for part in ("# Hours", "[Tt]he paper", "Not known|Different"):
             assert re.search(part, text), part
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_no_head_lacks_a_data_set_that_exists(name):
+    text = re.sub(r"[^a-z0-9]", "", re.sub("\n# ", " ", head(name)).lower())
+    for dataset in GROUPS["dataset"]:
+        assert not re.search(rf"{re.sub('[^a-z0-9]', '', dataset)}.{{0,80}}isnotincluded", text), dataset
 
 
 @pytest.mark.heavy
