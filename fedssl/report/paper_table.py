@@ -1,11 +1,13 @@
 """Compare runs with a table of a paper: ``fedssl-report --paper l_dawa.table2 DIR...``.
 
 The papers' numbers are in ``papers/*.yaml``, one file per paper, as printed: a table has columns and rows, each with
-settings as on the command line, and a column has the name of its result (``linear``).
+settings as on the command line, and a column has the name of its result (``linear``). ``with`` are further settings of
+a row's command, such as a learning rate that the paper does not state; a list has one value per column.
 
 A run matches a number of the paper if it has the settings of the number, and if its choices (strategy, method, data
-set, ...) are those of ``experiment=PAPER/TABLE`` with these settings. Other differences (``rounds=10`` instead of 200)
-are displayed, and runs that differ so have separate rows. Results are matched by name; protocols are not compared.
+set, ...) are those of ``experiment=PAPER/TABLE`` with these settings and those of ``with``. Other differences
+(``rounds=10`` instead of 200) are displayed, and runs that differ so have separate rows. Results are matched by name;
+protocols are not compared.
 """
 
 import functools
@@ -41,6 +43,7 @@ class PaperNumber:
     """A number of a paper, in percent."""
 
     settings: dict[str, str]  # overrides that distinguish it in the table
+    others: dict[str, str]  # further overrides of its command, from which a run may differ except for choices
     encoder_kind: str  # "federated" or "untrained"
     results: tuple[str, ...]  # names in ``summary.json``: by the paper's own protocol, and by the common one
     value: float
@@ -70,7 +73,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _cells(table: dict[str, Any], own_protocols: dict[str, str]) -> Iterator[PaperNumber]:
     for row in table["rows"]:
-        for column, number in zip(table["columns"], row["numbers"], strict=True):
+        for index, (column, number) in enumerate(zip(table["columns"], row["numbers"], strict=True)):
             if number is None:  # not in the paper
                 continue
             settings = {**column, **row["settings"]}
@@ -78,6 +81,10 @@ def _cells(table: dict[str, Any], own_protocols: dict[str, str]) -> Iterator[Pap
             value, _, std = str(number).partition(" ± ")
             yield PaperNumber(
                 settings={key: str(setting) for key, setting in settings.items() if key != "result"},
+                others={
+                    key: str(setting[index] if isinstance(setting, list) else setting)
+                    for key, setting in row.get("with", {}).items()
+                },
                 encoder_kind=row.get("encoder_kind", "federated"),
                 results=tuple(
                     dict.fromkeys((f"{own_protocols.get(protocol, protocol)}{at}{dataset}", column["result"]))
@@ -141,12 +148,12 @@ def _cells_of(line: PaperRow) -> list[TableCell]:
 def match_runs(name: str, runs: Sequence[Run]) -> tuple[list[PaperRow], list[str]]:
     """Return the rows of `paper_table`, and the folders of the finished runs that match no number."""
     experiment, finished = name.replace(".", "/"), [run for run in runs if run.finished and run.settings is not None]
-    matched: dict[frozenset[tuple[str, str]], list[tuple[Differences, list[Run]]]] = {}
+    matched: dict[frozenset[tuple[str, str]], list[tuple[Differences, list[Run]]]] = {}  # by settings and others
     lines = []
     for number in read_table(name):
-        same = frozenset(number.settings.items())
+        same = frozenset((*number.settings.items(), *number.others.items()))
         if same not in matched:
-            matched[same] = list(_groups({"experiment": experiment, **number.settings}, finished))
+            matched[same] = list(_groups({"experiment": experiment, **number.settings}, number.others, finished))
         rows = [_line(number, differs, group) for differs, group in matched[same]]
         lines += rows or [PaperRow(number=number, result=number.results[0], differs={}, runs=0, ours=None)]
     folders = {run.folder for groups in matched.values() for _, group in groups for run in group}
@@ -164,13 +171,15 @@ def _line(number: PaperNumber, differs: Differences, runs: Sequence[Run]) -> Pap
     return PaperRow(number=number, result=number.results[0], differs=differs, runs=len(runs), ours=None)
 
 
-def _groups(settings: Mapping[str, str], runs: Sequence[Run]) -> Iterator[tuple[Differences, list[Run]]]:
-    """Group the runs with these settings by their differences."""
+def _groups(
+    settings: Mapping[str, str], others: Mapping[str, str], runs: Sequence[Run]
+) -> Iterator[tuple[Differences, list[Run]]]:
+    """Group the runs with these settings, and the choices among the others, by their differences."""
     keys = [key for key in settings if key != "experiment"]
     runs = [run for run in runs if all(same_value(run.value(key), settings[key]) for key in keys)]
     if not runs:
         return
-    config, choices = resolve_config([f"{key}={value}" for key, value in settings.items()])
+    config, choices = resolve_config([f"{key}={value}" for key, value in {**settings, **others}.items()])
     values = {key: sanitize(value) for key, value in flatten(config)}
     choices = {group: name for group, name in choices.items() if group not in (*IGNORED_KEYS, "final_evaluation")}
     runs = [run for run in runs if all(run.choices.get(group) == name for group, name in choices.items())]

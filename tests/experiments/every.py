@@ -79,12 +79,13 @@ def written(name: str) -> tuple[list[str], list[str], int]:
     return below, overrides, node.get("num_clients") or (written(below[0])[2] if below else 10)
 
 
-def jobs(overrides: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the overrides of every run of a sweep; of a setting that is not a group, only the first value."""
-    yield from map(list, product(*map(_values, parse(list(overrides)))))
+def jobs(overrides: Iterable[str], *, all_values: bool = False) -> Iterator[list[str]]:
+    """Yield the overrides of every run of a sweep; of a setting that is no group, by default only the first value."""
+    values = [_values(override, all_values=all_values) for override in parse(list(overrides))]
+    yield from map(list, product(*values))
 
 
-def _values(override: Override) -> list[str]:
+def _values(override: Override, *, all_values: bool) -> list[str]:
     value = override.value()
     if isinstance(value, Glob):
         names = value.filter([name for name in GROUPS[override.key_or_group] if "/" not in name])
@@ -92,7 +93,7 @@ def _values(override: Override) -> list[str]:
     if not override.is_sweep_override():
         return [str(override.input_line)]
     values = [f"{override.key_or_group}={value}" for value in override.sweep_string_iterator()]
-    return values if override.key_or_group in GROUPS else values[:1]
+    return values if all_values or override.key_or_group in GROUPS else values[:1]
 
 
 def check_saved_overrides(overrides: Iterable[str]) -> None:

@@ -11,7 +11,8 @@ from fedssl.config.load import compose
 from fedssl.config.saved_run import save_run
 from fedssl.report.paper_table import Differences, PaperRow, match_runs, read_table, table_names
 from fedssl.runs.run import find_runs
-from tests.experiments.every import EXPERIMENTS, check_saved_overrides
+from tests.cases import some
+from tests.experiments.every import EXPERIMENTS, check_saved_overrides, commands, head, jobs
 from tests.runs import change_summary, write_run
 
 NAMES = table_names()
@@ -82,7 +83,7 @@ def test_every_table_is_an_experiment_and_its_rows_are_words():
     for name in NAMES:
         cells = read_table(name)
         assert len({(*cell.settings.items(), cell.encoder_kind, cell.results) for cell in cells}) == len(cells)
-        overrides |= {f"{key}={value}" for cell in cells for key, value in cell.settings.items()}
+        overrides |= {f"{key}={value}" for cell in cells for key, value in (cell.settings | cell.others).items()}
         assert all(0 < cell.value < 100 for cell in cells)
     check_saved_overrides(overrides)
 
@@ -97,6 +98,56 @@ def test_fedu_table3_is_of_mini_imagenet(tmp_path):
     """CIFAR-10 and CIFAR-100; the paper's clients have 100 / K = 20 classes (section 4.1)."""
     assert matched(tmp_path / "own", "fedu.table3", "strategy=fedu") == [{}, {}]
     assert matched(tmp_path / "other", "fedu.table3", "strategy=fedu", "dataset=tiny_imagenet") == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "method=original/fedx augmentation=fedx optimizer.lr=0.01",
+        "method=orchestra augmentation=orchestra optimizer.lr=0.003",
+        "method=fedu2/byol optimizer.lr=0.032",
+    ],
+)
+def test_settings_that_no_paper_states_are_no_difference(tmp_path, overrides):
+    """In three columns of FedU2's Table 1 each. Another learning rate is one, other views are another row."""
+    baseline = ["dataset=cifar10", "num_clients=10", "strategy=fedavg", "regularizer=none", *overrides.split()]
+    assert matched(tmp_path / "own", "fedu2.table1", *baseline) == [{}] * 3
+    other = [*baseline[:-1], "optimizer.lr=0.5"]
+    differs = {"optimizer.lr": ("0.5", overrides.rpartition("=")[2])}
+    assert matched(tmp_path / "rate", "fedu2.table1", *other) == [differs] * 3
+    assert matched(tmp_path / "views", "fedu2.table1", *baseline, "augmentation=simclr") == []
+
+
+# Commands in the head of a table's file that are no row of it: federated averaging and other methods beside those of
+# Dec-SSL's Table 2, which has no Per-SSL for IID clients, and a row whose training is not known.
+NO_ROW = {
+    "dec_ssl.table2": {
+        "partition.beta=1 strategy=per_ssl",
+        *(
+            f"partition.beta={beta} {words}"
+            for beta in (1, 0)
+            for words in (
+                "strategy=fedavg",
+                "strategy=fedema method=fedu/byol",
+                "strategy=fedu method=fedu/byol",
+                "strategy=per_ssl method=dec_ssl/simsiam optimizer=sgd optimizer.weight_decay=5e-4",
+            )
+        ),
+    },
+    "lw_fedssl.table4": {"num_clients=1 dataset=cifar10 dataset.limit=5000"},
+}
+
+
+@pytest.mark.parametrize("name", some(NAMES, default=("lw_fedssl.table4",)))
+def test_the_commands_of_a_table_are_its_rows(tmp_path, name):
+    folders = {}
+    for overrides in commands(head(name.replace(".", "/"))):
+        for words in jobs([word for word in overrides if not word.startswith("seed=")], all_values=True):
+            folders.setdefault(" ".join(words), job(tmp_path / str(len(folders)), *words))
+    lines, others = match_runs(name, find_runs([tmp_path]))
+    without = {words.partition(" ")[2] for words, folder in folders.items() if str(folder) in others}
+    assert without == NO_ROW.get(name, set())
+    assert all(line.differs == {} for line in lines), [line.differs for line in lines if line.differs]
 
 
 @pytest.mark.heavy
