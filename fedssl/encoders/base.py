@@ -104,6 +104,9 @@ class Encoder(nn.Module):
     # Whether `forward` returns the flattened output of the last stage instead of the output of `pool`. Evaluation
     # protocols set it, on a copy.
     return_feature_map: bool = False
+    # Whether `forward` accepts smaller views in eval mode too. Encoders of methods do: diagnostics, collapse metrics
+    # and copies in eval mode encode views.
+    accepts_views: bool = False
 
     def define_stages(
         self,
@@ -154,8 +157,8 @@ class Encoder(nn.Module):
     def check_view_shape(self, shape: Sequence[int]) -> None:
         """Reject training views ``(..., channels, height, width)`` that `forward` does not accept in training mode.
 
-        Outside of training, images must pass `check_image_shape`, so that no encoder is evaluated or used on images of
-        a size that it was not built for.
+        Without ``accepts_views`` images must pass `check_image_shape` in eval mode, so that no saved encoder is
+        evaluated or used on images of a size that it was not built for.
         """
         self.check_image_shape(shape)
 
@@ -171,7 +174,8 @@ class Encoder(nn.Module):
         """Return representations ``(batch, feature_dim)`` of images, or of the output of the frozen stages, if any."""
         active = self.active_stages
         if not active.frozen:
-            check_shape = self.check_view_shape if self.training else self.check_image_shape
+            takes_views = self.training or self.accepts_views
+            check_shape = self.check_view_shape if takes_views else self.check_image_shape
             check_shape(x.shape)
             x = self.run_stem(x)
         for number in range(active.frozen + 1, active.depth + 1):

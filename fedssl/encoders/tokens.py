@@ -66,8 +66,8 @@ class TokenEncoder(Encoder):
     """Encoder whose stages map tokens ``(batch, tokens, feature_dim)``: prefix tokens, then one token per patch.
 
     The patches of an image are ordered row by row. ``forward(images)`` equals
-    ``pool_tokens(forward_tokens(embed(images)))`` up to rounding. In training mode `forward` also accepts smaller
-    views, see `check_view_shape`.
+    ``pool_tokens(forward_tokens(embed(images)))`` up to rounding. In training mode, and with ``accepts_views``,
+    `forward` also accepts smaller views, see `check_view_shape`.
     """
 
     image_size: int

@@ -310,6 +310,7 @@ def build_method(model: ModelSettings) -> SSLMethod:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(model.seed, "initialise"))
         encoder = build_encoder(model)
+        encoder.accepts_views = True
         phases = make_phases(model.schedule, stages=len(encoder.stage_names))
         if phases[0].depth < len(encoder.stage_names):
             with torch.random.fork_rng(devices=[]):  # heads have the same initial weights under every schedule

@@ -1,0 +1,97 @@
+"""Views of several sizes: who encodes smaller ones, in which mode, and what is refused before training."""
+
+import math
+
+import pytest
+import torch
+
+from fedssl.config.load import compose
+from fedssl.datasets.images import TensorImages
+from fedssl.errors import InputError
+from fedssl.export import load_encoder
+from fedssl.methods.base import build_method
+from fedssl.methods.lejepa import LeJEPA
+from fedssl.methods.swav import SwAV
+from fedssl.seeding import torch_generator
+from fedssl.training import LocalTrainer, method_inputs, train
+from simulation.run import run
+from tests.methods import MASKED, METHODS, overrides_of
+from tests.runs import read_lines
+
+TINY = ["encoder=vit_tiny", "encoder.patch=2", "encoder.width=16", "encoder.depth=1", "encoder.heads=2"]
+HALF = [f"++augmentation.views.{number}.size=0.5" for number in (0, 1)]
+SHORT = ["rounds=1", "num_clients=2", "local_epochs=1", "dataset.limit=60", "final_evaluation=none"]
+CROPS = {"ibot": ["augmentation=digits_ibot"]}
+MODES = {"swav": SwAV.failure_modes, "lejepa": LeJEPA.failure_modes}
+IMAGES = torch.randint(256, (6, 1, 8, 8), dtype=torch.uint8, generator=torch_generator(0, "pictures"))
+
+
+def build(*overrides):
+    """Return a method, as a client prepares it, and its training, with the term of the strategy."""
+    settings = compose([*overrides, "batch_size=6", "local_epochs=1"])
+    method = build_method(settings.model)
+    training = LocalTrainer.build(settings.training, method, term=settings.algorithm.strategy.instantiate().client.term)
+    method.start_round(first=True)
+    return method, training
+
+
+def trained_loss(*overrides):
+    method, training = build(*overrides)
+    labels, generator = torch.arange(6) % 2, torch_generator(0, "train")
+    return train(
+        method, TensorImages(IMAGES), torch.arange(6), training=training, generator=generator, labels=labels
+    ).loss
+
+
+def crops_of(name):
+    """Return overrides of local views, or of smaller global ones for a method without local views."""
+    accepted = build_method(compose(overrides_of(name)).model).accepted_views
+    if accepted.local:
+        return CROPS.get(name, ["augmentation=digits_multi_crop"])
+    return HALF[: accepted.max_global]
+
+
+def with_failure_modes():
+    return [name for name in METHODS if build_method(compose(overrides_of(name)).model).failure_modes]
+
+
+@pytest.mark.parametrize("name", with_failure_modes())
+def test_failures_are_diagnosed_on_smaller_views(name):
+    """By a vision transformer in eval mode."""
+    method, training = build(*overrides_of(name), *([] if name in MASKED else TINY), *crops_of(name))
+    views = training.augment(IMAGES, torch_generator(0, "views"))
+    assert min(view.shape[2] for view in views.images) == 4
+    method.eval()
+    with torch.no_grad():
+        found = method.diagnose(method_inputs(method, views, None, torch_generator(0, "inputs")))
+    assert {mode.diagnostic for mode in method.failure_modes} <= found.keys()
+    assert all(map(math.isfinite, found.values()))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["method=fedx"],
+        ["method=fedca", "method.alignment_weight=1"],
+        ["method=byol", "strategy=moon"],
+        ["method=simclr", "regularizer=alignment"],
+        ["method=simclr", "regularizer=feature_distillation"],
+    ],
+)
+def test_copies_in_eval_mode_encode_smaller_views(overrides):
+    assert math.isfinite(trained_loss(*overrides, *TINY, *HALF))
+
+
+@pytest.mark.parametrize("method", ["swav", "lejepa"])
+def test_a_run_with_local_views_measures_collapse(tmp_path, method):
+    run([*TINY, *SHORT, f"method={method}", "augmentation=digits_multi_crop", f"output_dir={tmp_path / 'out'}"])
+    (row,) = [row for row in read_lines(tmp_path / "out" / "health.jsonl") if row["client"] is None]
+    assert {"lidar", *(mode.diagnostic for mode in MODES[method])} <= row.keys()
+    encoder = load_encoder(tmp_path / "out" / "encoder.pt")  # which takes images only
+    with pytest.raises(InputError, match="^encoder.size=8 but the images have 4x4 pixels"):
+        encoder(torch.rand(2, 1, 4, 4))
+
+
+def test_a_run_with_smaller_global_views_measures_collapse(tmp_path):
+    run([*TINY, *SHORT, "method=byol", *HALF, f"output_dir={tmp_path / 'out'}"])
+    assert all("lidar" in row for row in read_lines(tmp_path / "out" / "health.jsonl"))
