@@ -11,8 +11,6 @@ from torch import Tensor
 from fedssl.augmentation import Augmentation
 from fedssl.config.settings import TrainingSettings
 from fedssl.datasets.images import ImageSource
-from fedssl.encoders.tokens import TokenEncoder
-from fedssl.errors import InputError
 from fedssl.machine.cuda_graphs import CudaGraphCache, captures_steps
 from fedssl.machine.devices import check_cuda_features, check_precision, is_gpu, to_device
 from fedssl.machine.process import optimizer_step
@@ -20,7 +18,8 @@ from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import check_loaded
 from fedssl.optimizers.base import SeveralPasses
 from fedssl.regularizers.base import CombinedRegularizer, Regularizer, RegularizerInput
-from fedssl.views import Views, describe_views
+from fedssl.training_checks import check_regularizer, check_views
+from fedssl.views import Views
 
 Augment = Callable[[Tensor, torch.Generator], Views]
 
@@ -47,11 +46,11 @@ class LocalTrainer:
         ``term`` is that of the strategy.
         """
         regularizer = with_term(settings.regularizer.instantiate(), term)
-        check_regularizer(regularizer, method, term=term)
+        augment: Augmentation = settings.augmentation.instantiate()
+        check_regularizer(regularizer, method, augment, term=term)
+        check_views(augment, method)
         if regularizer.uses_initial_encoder:
             method.keep_initial_encoder()
-        augment: Augmentation = settings.augmentation.instantiate()
-        check_views(augment, method)
         device = next(method.parameters()).device
         check_precision(settings.precision, device)
         if is_gpu(device):  # CPUs among the devices of a run ignore these settings
@@ -238,53 +237,6 @@ def _step(method: SSLMethod, training: LocalTrainer, generator: torch.Generator,
 def with_term(regularizer: Regularizer, term: Regularizer | None) -> Regularizer:
     """Return a regularizer with the term of a strategy added; the regularizer itself without one."""
     return regularizer if term is None else CombinedRegularizer(regularizer, term)
-
-
-def check_regularizer(regularizer: Regularizer, method: SSLMethod, *, term: Regularizer | None = None) -> None:
-    """Reject a regularizer of outputs that the method does not compute; ``term`` is the strategy's part of it."""
-    resolved, name = ((one.resolve_part(method), one) for one in regularizer.terms), type(method).__name__
-    parts = {part: one for part, one in resolved if part is not None}
-    if len(parts) > 1:
-        needs = " and ".join(f"{_described(one, term)} needs that of the {part}" for part, one in parts.items())
-        raise InputError(f"a step has the output of one part, but {needs}; set regularizer=none")
-    for part, one in parts.items():
-        is_of_strategy = term is not None and one in term.terms
-        if part not in (child for child, _ in method.named_children()):
-            other = "strategy" if is_of_strategy else "regularizer"
-            raise InputError(
-                f"{_described(one, term)} needs a {part}, which {name} does not have; set another {other} or method"
-            )
-        if part not in method.regularized_parts or method.accepted_views.min_global < one.num_views:
-            others = "strategy=fedavg" if is_of_strategy else "regularizer=none or regularizer=prox"
-            raise InputError(
-                f"{_described(one, term)} needs the {part}'s output for {one.num_views} whole views, which "
-                f"{name} does not compute; set {others}, or another method"
-            )
-
-
-def _described(one: Regularizer, term: Regularizer | None) -> str:
-    return "the strategy's term" if term is not None and one in term.terms else type(one).__name__
-
-
-def check_views(augment: Augmentation, method: SSLMethod) -> None:
-    """Reject an augmentation whose views the method does not accept, or whose sizes the encoder does not accept."""
-    roles = [recipe.role for recipe in augment.recipes]
-    masks = [recipe.mask.kind if recipe.mask else None for recipe in augment.recipes]
-    accepted = method.accepted_views
-    if not accepted.accept(roles, masks):
-        raise InputError(
-            f"{type(method).__name__} trains on {accepted} but augmentation.views has {describe_views(roles, masks)}; "
-            f"set augmentation={accepted.augmentation}"
-        )
-    for number, recipe in enumerate(augment.recipes):
-        patch = method.encoder.patch_size if isinstance(method.encoder, TokenEncoder) else None
-        if recipe.mask is not None and recipe.mask.patch != patch:
-            raise InputError(
-                f"augmentation.views.{number}.mask.patch={recipe.mask.patch} but encoder.patch={patch}; leave "
-                "augmentation.views.*.mask.patch at its default"
-            )
-    for size in dict.fromkeys(augment.sizes):
-        method.encoder.check_view_shape((augment.channels, size, size))
 
 
 def index_rows(source: Tensor, rows: Tensor, device: torch.device) -> Tensor:

@@ -83,6 +83,7 @@ class ViewRecipe:
     size: float = 1.0  # height and width of the views as a fraction of the size of the images, in (0, 1]
     role: str = GLOBAL  # see `fedssl.views.View`
     mask: MaskRecipe | None = None  # random masks; None masks nothing
+    name: str = "augmentation.views"  # of the settings, for error messages
 
 
 def read_recipe(recipe: Mapping[str, Any], *, name: str) -> ViewRecipe:
@@ -92,7 +93,7 @@ def read_recipe(recipe: Mapping[str, Any], *, name: str) -> ViewRecipe:
     if own.get("mask") is not None:
         own["mask"] = read_mask(own["mask"], name=f"{name}.mask")
     others = {key: value for key, value in recipe.items() if key not in own}
-    return ViewRecipe(view=read_view(others, name=name, further_keys=RECIPE_KEYS), **own)
+    return ViewRecipe(view=read_view(others, name=name, further_keys=RECIPE_KEYS), name=name, **own)
 
 
 def read_view(recipe: Mapping[str, Any], *, name: str, further_keys: Sequence[str] = ()) -> ViewOptions:

@@ -30,7 +30,7 @@ from fedssl.errors import InputError
 from fedssl.methods.base import build_method
 from fedssl.pages import base64_of, render
 from fedssl.seeding import numpy_generator, torch_generator
-from fedssl.training import check_views
+from fedssl.training_checks import check_views
 from fedssl.views import View
 
 USAGE = (

@@ -57,6 +57,12 @@ class Regularizer:
         return loss
 
 
+def part_or_encoder(part: str | None, method: SSLMethod) -> str | None:
+    """Return the part, or the encoder in place of the projector of a method without one."""
+    parts = [name for name, _ in method.named_children()]
+    return "encoder" if part == "projector" and "projector" not in parts else part
+
+
 class CombinedRegularizer(Regularizer):
     """The sum of two terms, which use the outputs of the same part, or of none."""
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fedssl.losses import at_least_float32
-from fedssl.regularizers.base import Regularizer, RegularizerInput
+from fedssl.methods.base import SSLMethod
+from fedssl.regularizers.base import Regularizer, RegularizerInput, part_or_encoder
 
 
 def feature_decorrelation(z: Tensor) -> Tensor:
@@ -35,6 +36,8 @@ def feature_decorrelation(z: Tensor) -> Tensor:
 class Decorrelation(Regularizer):
     r"""Decorrelation of the output of the projector or the encoder, for each view.
 
+    Of a method without a projector it is the encoder, as in the paper.
+
     $$
     \mathcal{L} = \ell + \beta \left( R(z_1) + R(z_2) \right) \qquad
     R(z) = \frac{(B - 1)^2}{B} \, \frac{1}{d (d - 1)} \sum_{i \ne j} K_{ij}^2
@@ -47,6 +50,9 @@ class Decorrelation(Regularizer):
     def __init__(self, *, weight: float = 0.1, part: str = "projector") -> None:
         self.part = part if weight else None
         self.weight = weight
+
+    def resolve_part(self, method: SSLMethod) -> str | None:
+        return part_or_encoder(self.part, method)
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
         if not step.z:

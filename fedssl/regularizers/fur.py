@@ -26,7 +26,7 @@ from fedssl.losses import at_least_float32
 from fedssl.machine.devices import is_gpu
 from fedssl.machine.process import one_thread
 from fedssl.methods.base import SSLMethod
-from fedssl.regularizers.base import Regularizer, RegularizerInput
+from fedssl.regularizers.base import Regularizer, RegularizerInput, part_or_encoder
 from fedssl.regularizers.optimal_transport import coupling, penalties, unmatched
 
 TANGENT_SPACES = 6  # as in the authors' code
@@ -139,8 +139,7 @@ class FUR(Regularizer):
         self.cuda_graph_safe = bool(gpu_iter) or variant == "tangent_swd" or not weight
 
     def resolve_part(self, method: SSLMethod) -> str | None:
-        parts = [name for name, _ in method.named_children()]
-        return "encoder" if self.part == "projector" and "projector" not in parts else self.part
+        return part_or_encoder(self.part, method)
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:
         if not step.z:

@@ -5,14 +5,12 @@ from torch import nn
 
 from fedssl.config.load import compose
 from fedssl.datasets.images import TensorImages
-from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import copy_layers, exchanged_names, local_names, move_layers_out
 from fedssl.regularizers.base import Regularizer
 from fedssl.regularizers.prox import Proximal
 from fedssl.seeding import torch_generator
-from fedssl.training import LocalTrainer, batches, check_regularizer, train
-from fedssl.views import AcceptedViews
+from fedssl.training import LocalTrainer, batches, train
 from tests.encoders import LinearEncoder
 from tests.gpu_stand_in import treat_cpu_as_gpu
 from tests.local_training import local_training
@@ -162,35 +160,6 @@ def test_a_regularizer_sees_the_first_two_of_more_views():
     ((z1, z2),) = regularizer.seen
     assert torch.equal(z2, z1 + 10)
     assert sorted(z1.flatten().tolist()) == [1, 2]
-
-
-class OneView(Toy):
-    accepted_views = AcceptedViews(min_global=1, max_global=1)
-
-
-class Masked(Toy):
-    regularized_parts = ()
-
-
-@pytest.mark.parametrize("kind", [OneView, Masked])
-def test_a_regularizer_of_missing_outputs_is_rejected(kind):
-    message = f"Outputs needs the encoder's output for 2 whole views, which {kind.__name__} does not compute; set"
-    with pytest.raises(InputError, match=message):
-        check_regularizer(Outputs(), kind())
-    check_regularizer(Outputs(), Toy())
-    check_regularizer(Proximal(weight=1.0), kind())
-
-
-def test_unaccepted_views_are_rejected_with_a_recipe():
-    """The message names an augmentation that works."""
-    overrides = ["encoder.width=4", "augmentation=digits_multi_crop"]
-    settings = compose(overrides)
-    found, remedy = "2 global views and 4 local views", "set augmentation=simclr"
-    message = f"^SimCLR trains on 2 global views but augmentation.views has {found}; {remedy}$"
-    with pytest.raises(InputError, match=message):
-        LocalTrainer.build(settings.training, build_method(settings.model))
-    settings = compose([*overrides[:1], "augmentation=simclr"])
-    LocalTrainer.build(settings.training, build_method(settings.model))
 
 
 def trained(overrides):

@@ -132,7 +132,7 @@ def test_targets_stay_with_their_clients(tmp_path):
         (["augmentation=digits"], "1 global view with a mask of kind multi_block .*; set augmentation=ijepa$"),
         (["augmentation=digits_mae"], "a mask of kind random; set augmentation=ijepa$"),
         (["schedule=layer_wise"], "^the schedule or the tuning freezes stages .* IJEPA hides patches.*; set schedule="),
-        (["regularizer=decorr"], "Decorrelation needs a projector, which IJEPA does not have"),
+        (["regularizer=decorr"], "Decorrelation needs the encoder's output for 2 whole views, which IJEPA does not"),
         (
             ["strategy=fedu", "method.exchange_predictor=false"],
             "IJEPA exchanges neither; set strategy.predictor=global$",

@@ -150,7 +150,10 @@ def test_calibration_needs_an_exchanged_decoder(tmp_path):
         (["augmentation=ijepa"], "a mask of kind multi_block; set augmentation=mae$"),
         (["schedule=layer_wise"], "^the schedule or the tuning freezes stages .* MAE hides patches.*; set schedule="),
         (["compile=true"], "^compile=true compiles .* but MAE trains it on patches; set compile=false$"),
-        (["regularizer=decorr"], "Decorrelation needs a projector, which MAE does not have"),
+        (
+            ["regularizer=decorr"],
+            "Decorrelation needs the encoder's output for 2 whole views, which MAE does not compute",
+        ),
         (["regularizer=fur"], "FUR needs the encoder's output for 2 whole views, which MAE does not compute"),
         (["strategy=fedu", "method.exchange_decoder=false"], "MAE exchanges neither; set strategy.predictor=global$"),
     ],

@@ -1,0 +1,66 @@
+"""Rules of local training: views that a method, its encoder and a regularizer accept."""
+
+from fedssl.augmentation import Augmentation
+from fedssl.encoders.tokens import TokenEncoder
+from fedssl.errors import InputError
+from fedssl.methods.base import SSLMethod
+from fedssl.regularizers.base import Regularizer
+from fedssl.views import GLOBAL, describe_views
+
+
+def check_regularizer(
+    regularizer: Regularizer, method: SSLMethod, augment: Augmentation, *, term: Regularizer | None = None
+) -> None:
+    """Reject a regularizer of outputs that the method does not compute; ``term`` is the strategy's part of it."""
+    resolved, name = ((one.resolve_part(method), one) for one in regularizer.terms), type(method).__name__
+    parts = {part: one for part, one in resolved if part is not None}
+    if len(parts) > 1:
+        needs = " and ".join(f"{_described(one, term)} needs that of the {part}" for part, one in parts.items())
+        raise InputError(f"a step has the output of one part, but {needs}; set regularizer=none")
+    whole = [recipe for recipe in augment.recipes if recipe.role == GLOBAL]
+    for part, one in parts.items():
+        is_of_strategy = term is not None and one in term.terms
+        if part not in (child for child, _ in method.named_children()):
+            other = "strategy" if is_of_strategy else "regularizer"
+            raise InputError(
+                f"{_described(one, term)} needs a {part}, which {name} does not have; set another {other} or method"
+            )
+        others = "strategy=fedavg" if is_of_strategy else "regularizer=none or regularizer=prox"
+        needed = f"{_described(one, term)} needs the {part}'s output for {one.num_views} whole views"
+        max_global = method.accepted_views.max_global
+        if part not in method.regularized_parts or (max_global is not None and max_global < one.num_views):
+            raise InputError(f"{needed}, which {name} does not compute; set {others}, or another method")
+        if len(whole) < one.num_views:
+            count = whole[-1].count + one.num_views - len(whole)
+            raise InputError(
+                f"{needed}, but augmentation.views has {describe_views(*_kinds(augment))}; "
+                f"set {whole[-1].name}.count={count}, or {others}"
+            )
+
+
+def _described(one: Regularizer, term: Regularizer | None) -> str:
+    return "the strategy's term" if term is not None and one in term.terms else type(one).__name__
+
+
+def _kinds(augment: Augmentation) -> tuple[list[str], list[str | None]]:
+    """Return the roles of all views, and the kinds of their masks."""
+    return [one.role for one in augment.recipes], [one.mask.kind if one.mask else None for one in augment.recipes]
+
+
+def check_views(augment: Augmentation, method: SSLMethod) -> None:
+    """Reject an augmentation whose views the method does not accept, or whose sizes the encoder does not accept."""
+    kinds, accepted = _kinds(augment), method.accepted_views
+    if not accepted.accept(*kinds):
+        raise InputError(
+            f"{type(method).__name__} trains on {accepted} but augmentation.views has {describe_views(*kinds)}; "
+            f"set augmentation={accepted.augmentation}"
+        )
+    for recipe in augment.recipes:
+        patch = method.encoder.patch_size if isinstance(method.encoder, TokenEncoder) else None
+        if recipe.mask is not None and recipe.mask.patch != patch:
+            raise InputError(
+                f"{recipe.name}.mask.patch={recipe.mask.patch} but encoder.patch={patch}; leave "
+                "augmentation.views.*.mask.patch at its default"
+            )
+    for size in dict.fromkeys(augment.sizes):
+        method.encoder.check_view_shape((augment.channels, size, size))
