@@ -36,6 +36,9 @@ def check_regularizer(
                 f"{needed}, but augmentation.views has {describe_views(*_kinds(augment))}; "
                 f"set {whole[-1].name}.count={count}, or {others}"
             )
+    for one in regularizer.terms:
+        if one.equal_global_sizes:
+            _check_global_sizes(augment, user=_described(one, term), num_views=one.num_views)
 
 
 def _described(one: Regularizer, term: Regularizer | None) -> str:
@@ -55,6 +58,8 @@ def check_views(augment: Augmentation, method: SSLMethod) -> None:
             f"{type(method).__name__} trains on {accepted} but augmentation.views has {describe_views(*kinds)}; "
             f"set augmentation={accepted.augmentation}"
         )
+    if method.equal_global_sizes:
+        _check_global_sizes(augment, user=type(method).__name__)
     for recipe in augment.recipes:
         patch = method.encoder.patch_size if isinstance(method.encoder, TokenEncoder) else None
         if recipe.mask is not None and recipe.mask.patch != patch:
@@ -64,3 +69,17 @@ def check_views(augment: Augmentation, method: SSLMethod) -> None:
             )
     for size in dict.fromkeys(augment.sizes):
         method.encoder.check_view_shape((augment.channels, size, size))
+
+
+def _check_global_sizes(augment: Augmentation, *, user: str, num_views: int | None = None) -> None:
+    """Reject different sizes of the first ``num_views`` global views, or of all, which the ``user`` concatenates."""
+    pairs = zip(augment.recipes, augment.sizes, strict=True)
+    whole = [(size, recipe.name, recipe.size) for recipe, size in pairs if recipe.role == GLOBAL][:num_views]
+    pixels, name, fraction = max(whole, key=lambda view: view[0])
+    smaller = {other: size for size, other, _ in whole if size < pixels}
+    if smaller:
+        other, size = next(iter(smaller.items()))
+        raise InputError(
+            f"{user} concatenates whole views, but {name} has views of {pixels} pixels and {other} of {size}; "
+            f"set {' '.join(f'{each}.size={fraction:g}' for each in smaller)}"
+        )

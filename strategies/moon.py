@@ -40,6 +40,7 @@ class ModelContrast(Regularizer):
 
     def __init__(self, *, weight: float, temperature: float) -> None:
         self._weight, self._temperature = weight, temperature
+        self.equal_global_sizes = weight > 0
         self._last_layers: dict[str, Tensor] = {}
         self._networks: tuple[nn.Module, nn.Module] | None = None  # the downloaded model and the last one
         self._factor = torch.zeros(())  # the weight, 0 without a last model

@@ -79,6 +79,7 @@ class SSLMethod(nn.Module):
     min_batch_size: int = 2
     uses_labels: bool = False  # whether `loss` needs the labels of the images
     accepted_views: AcceptedViews = AcceptedViews()  # that `loss` accepts; the default are two global views
+    equal_global_sizes: bool = False  # whether `loss` concatenates the global views, which then need one size
     # Whether the teacher, if the method has one, encodes the views. Otherwise it encodes the images, see `targets`.
     teacher_sees_views: bool = True
     # Whether `loss` calls `fedssl.encoders.tokens.TokenEncoder.forward_tokens`, which does not support frozen stages.

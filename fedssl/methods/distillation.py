@@ -52,6 +52,7 @@ class Distillation(SSLMethod):
     file of the setting ``teacher``; None is rejected.
     """
 
+    equal_global_sizes = True
     teacher_sees_views = False
 
     def __init__(

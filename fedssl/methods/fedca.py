@@ -71,6 +71,8 @@ class FedCA(ProjectorMethod):
     projections that client k sends, and Q the ``dictionary_capacity``.
     """
 
+    equal_global_sizes = True
+
     def __init__(
         self,
         encoder: Encoder,

@@ -76,6 +76,7 @@ class IBOT(DINO):
     encoder: TokenEncoder
     target_encoder: TokenEncoder
     accepted_views = AcceptedViews(max_global=None, local=True, masks=("block", "random"), augmentation="ibot")
+    equal_global_sizes = True
     masks_patches = True
     regularized_parts = ("projector",)
     failure_modes = (*DINO.failure_modes, PATCHES_UNIFORM, ONE_PATCH_PROTOTYPE)

@@ -41,7 +41,8 @@ class SimCLR(ProjectorMethod):
         loss: str = "standard",
     ) -> None:
         super().__init__(encoder, projector=projector)
-        self._loss, self.temperature, self.concat_views = LOSSES[loss], temperature, concat_views
+        self._loss, self.temperature = LOSSES[loss], temperature
+        self.concat_views = self.equal_global_sizes = concat_views
 
     def loss(self, views: Views) -> Tensor:
         if self.concat_views:

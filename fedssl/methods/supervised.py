@@ -28,6 +28,7 @@ class Supervised(SSLMethod):
 
     uses_labels = True
     accepted_views = AcceptedViews(min_global=1, max_global=None)
+    equal_global_sizes = True
 
     def __init__(self, encoder: Encoder, *, num_classes: int | None) -> None:
         if num_classes is None or num_classes < 1:

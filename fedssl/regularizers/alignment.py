@@ -48,6 +48,7 @@ class Alignment(Regularizer):
 
     def __init__(self, *, weight: float = 0.01, distance: str = "info_nce", temperature: float = 0.2) -> None:
         self.part = "encoder" if weight else None
+        self.equal_global_sizes = weight > 0
         self.weight = weight
         self.distance = distance
         self.temperature = temperature

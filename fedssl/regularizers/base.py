@@ -27,6 +27,7 @@ class Regularizer:
 
     part: str | None = None  # part of the method whose outputs the term needs: "encoder" or "projector"
     num_views: int = 2  # number of views, the first global ones, for which it needs them
+    equal_global_sizes: bool = False  # whether it concatenates these views, which then need one size
     # Whether it uses the encoder as before the first round, see `SSLMethod.keep_initial_encoder`.
     uses_initial_encoder: bool = False
     # Whether it can be used if a schedule trains stages of the encoder and freezes them later. The images of the views

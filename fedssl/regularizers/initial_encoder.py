@@ -67,7 +67,7 @@ class FeatureDistillation(Regularizer):
 
     def __init__(self, *, weight: float) -> None:
         self.part = "encoder" if weight else None
-        self.uses_initial_encoder = weight > 0
+        self.uses_initial_encoder = self.equal_global_sizes = weight > 0
         self.weight = weight
 
     def apply(self, loss: Tensor, step: RegularizerInput) -> Tensor:

@@ -22,6 +22,10 @@ TINY = ["encoder=vit_tiny", "encoder.patch=2", "encoder.width=16", "encoder.dept
 HALF = [f"++augmentation.views.{number}.size=0.5" for number in (0, 1)]
 SHORT = ["rounds=1", "num_clients=2", "local_epochs=1", "dataset.limit=60", "final_evaluation=none"]
 CROPS = {"ibot": ["augmentation=digits_ibot"]}
+WITH_TWO_VIEWS = [name for name in METHODS if name not in ("ijepa", "mae", "mar")]
+CONCATENATING = ("distillation", "fedca", "ibot", "simclr", "supervised")
+# Recipes whose global views are the first two.
+AUGMENTATIONS = {"ibot": ["augmentation.views=[{mask: {kind: random, patch: 1}},{mask: {kind: random, patch: 1}}]"]}
 MODES = {"swav": SwAV.failure_modes, "lejepa": LeJEPA.failure_modes}
 IMAGES = torch.randint(256, (6, 1, 8, 8), dtype=torch.uint8, generator=torch_generator(0, "pictures"))
 
@@ -95,3 +99,65 @@ def test_a_run_with_local_views_measures_collapse(tmp_path, method):
 def test_a_run_with_smaller_global_views_measures_collapse(tmp_path):
     run([*TINY, *SHORT, "method=byol", *HALF, f"output_dir={tmp_path / 'out'}"])
     assert all("lidar" in row for row in read_lines(tmp_path / "out" / "health.jsonl"))
+
+
+def loss_or_refusal(*overrides):
+    try:
+        return trained_loss(*overrides)
+    except InputError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("large", "small"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize("name", WITH_TWO_VIEWS)
+def test_global_views_of_two_sizes_are_trained_or_refused(name, large, small):
+    """A refusal names a setting that helps."""
+    size = f"augmentation.views.{small}.size"
+    own = [*overrides_of(name), *AUGMENTATIONS.get(name, []), *([] if name in MASKED else ["encoder.width=4"])]
+    found = loss_or_refusal(*own, f"{size}=0.5")
+    if name in CONCATENATING:
+        kind = type(build_method(compose(own).model)).__name__
+        sizes = f"augmentation.views.{large} has views of 8 pixels and augmentation.views.{small} of 4"
+        assert found == f"{kind} concatenates whole views, but {sizes}; set {size}=1"
+        found = trained_loss(*own, f"{size}=0.5", f"{size}=1")
+    assert math.isfinite(found)
+
+
+@pytest.mark.parametrize(
+    ("override", "user"),
+    [
+        ("strategy=moon", "the strategy's term"),
+        ("regularizer=alignment", "Alignment"),
+        ("regularizer=featarc", "Alignment"),
+        ("regularizer=feature_distillation", "FeatureDistillation"),
+        ("regularizer=fur", None),
+        ("regularizer=decorr", None),
+    ],
+)
+def test_a_term_that_concatenates_views_refuses_two_sizes(override, user):
+    own = ["method=byol", "encoder.width=4", "augmentation.views.1.size=0.5", override]
+    found = loss_or_refusal(*own)
+    if user is not None:
+        start, _, remedy = found.rpartition("; set ")
+        assert start.startswith(f"{user} concatenates whole views, but augmentation.views.0 has")
+        found = trained_loss(*own, remedy)
+    assert math.isfinite(found)
+    assert math.isfinite(
+        loss_or_refusal(*own, *(["strategy.weight=0"] if "moon" in override else ["regularizer.weight=0"]))
+    )
+
+
+def test_simclr_encodes_two_sizes_one_after_the_other():
+    assert math.isfinite(trained_loss("method.concat_views=false", "augmentation.views.1.size=0.5"))
+
+
+def test_the_views_that_a_term_does_not_use_may_be_smaller():
+    third = ["augmentation.views=[{},{},{size: 0.5}]", "regularizer=alignment"]
+    assert math.isfinite(trained_loss("method=dino", "encoder.width=4", *third))
+    third[0] = "augmentation.views=[{size: 0.75},{},{size: 0.5}]"
+    message = "views.1 has views of 8 pixels and augmentation.views.0 of 6; set augmentation.views.0.size=1$"
+    with pytest.raises(InputError, match=message):
+        build("method=dino", "encoder.width=4", *third)
+    message = "; set augmentation.views.0.size=1 augmentation.views.2.size=1$"
+    with pytest.raises(InputError, match=message):
+        build("method=supervised", "encoder.width=4", third[0])
