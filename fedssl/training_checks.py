@@ -1,6 +1,8 @@
 """Rules of local training: views that a method, its encoder and a regularizer accept."""
 
 from fedssl.augmentation import Augmentation
+from fedssl.augmentation.recipe import ViewRecipe
+from fedssl.encoders.base import Encoder
 from fedssl.encoders.tokens import TokenEncoder
 from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
@@ -67,8 +69,8 @@ def check_views(augment: Augmentation, method: SSLMethod) -> None:
                 f"{recipe.name}.mask.patch={recipe.mask.patch} but encoder.patch={patch}; leave "
                 "augmentation.views.*.mask.patch at its default"
             )
-    for size in dict.fromkeys(augment.sizes):
-        method.encoder.check_view_shape((augment.channels, size, size))
+    for recipe, size in zip(augment.recipes, augment.sizes, strict=True):
+        _check_view_size(method.encoder, recipe, (augment.channels, size, size))
 
 
 def _check_global_sizes(augment: Augmentation, *, user: str, num_views: int | None = None) -> None:
@@ -83,3 +85,20 @@ def _check_global_sizes(augment: Augmentation, *, user: str, num_views: int | No
             f"{user} concatenates whole views, but {name} has views of {pixels} pixels and {other} of {size}; "
             f"set {' '.join(f'{each}.size={fraction:g}' for each in smaller)}"
         )
+
+
+def _check_view_size(encoder: Encoder, recipe: ViewRecipe, shape: tuple[int, int, int]) -> None:
+    channels, size, _ = shape
+    largest, step = encoder.image_size, encoder.view_step
+    if recipe.size == 1 or largest is None or size >= largest:
+        encoder.check_view_shape(shape)
+        return
+    encoder.check_image_shape((channels, largest, largest))
+    try:
+        encoder.check_view_shape(shape)
+    except InputError as error:
+        allowed = f"only {largest}" if step is None else f"only {largest} and smaller multiples of {step}"
+        raise InputError(
+            f"{recipe.name} has views of {size} pixels, but {encoder.label} takes {allowed}; "
+            f"set {recipe.name}.size=1, or another encoder"
+        ) from error

@@ -87,6 +87,9 @@ class Encoder(nn.Module):
     feature_dim: int  # length of a representation
     channels: int | None = None  # of valid images; None if any number is valid
     image_size: int | None = None  # height and width of valid images in pixels; None if any size is valid
+    # Smaller views are valid if their side is a multiple of this number of pixels; None if no smaller view is.
+    view_step: int | None = None
+    label: str = "the encoder"  # for error messages
     patch_embedding: str | None = None  # name of the submodule that maps patches to tokens; None if there is none
     num_prefix_tokens: int = 0  # of tokens before those of patches in the output of a stage: class token and registers
     stage_names: tuple[str, ...] = ()  # names of the stages among the submodules

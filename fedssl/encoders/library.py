@@ -66,7 +66,8 @@ class LibraryEncoder(Encoder):
 
     The network has no classifier: it maps ``(batch, channels, size, size)`` to ``(batch, feature_dim)``. ``parts`` are
     its division; None: the network is the only stage. ``widths`` and ``features`` are the lengths of a representation
-    after each stage, and the channels or token lengths of the stages' outputs.
+    after each stage, and the channels or token lengths of the stages' outputs. ``name`` is the
+    setting ``encoder.name``, for error messages.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class LibraryEncoder(Encoder):
         features: Sequence[int],
         channels: int,
         image_size: int | None,
+        name: str | None = None,
     ) -> None:
         super().__init__()
         # The same dictionaries, so that both see every replaced tensor or module. The network is not a submodule, which
@@ -87,6 +89,9 @@ class LibraryEncoder(Encoder):
         self.__dict__["_network"] = network
         self._parts = parts
         self.feature_dim, self.channels, self.image_size = widths[-1], channels, image_size
+        self.view_step = None if parts is None else parts.view_step
+        if name is not None:
+            self.label = f"encoder.name={name}"
         self.define_stages(
             stages=(_WHOLE,) if parts is None else parts.stages, widths=tuple(widths), features=tuple(features)
         )
@@ -114,9 +119,9 @@ class LibraryEncoder(Encoder):
         return self._parts.head(self.get_submodule(""), x)
 
     def check_view_shape(self, shape: Sequence[int]) -> None:
-        """Accept also smaller squares whose side is a multiple of the parts' ``view_step``."""
+        """Accept also smaller squares whose side is a multiple of ``view_step``."""
         channels, height, width = shape[-3:]
-        step = None if self._parts is None else self._parts.view_step
+        step = self.view_step
         if step and self.image_size and height == width < self.image_size and height % step == 0:
             self.check_image_shape((channels, self.image_size, self.image_size))
         else:
@@ -145,6 +150,7 @@ def build_library_encoder(
         features=features,
         channels=channels,
         image_size=size if fixed_size else None,
+        name=name,
     )
 
 

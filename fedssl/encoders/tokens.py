@@ -75,6 +75,11 @@ class TokenEncoder(Encoder):
     num_prefix_tokens: int  # number of tokens before those of the patches: the class token, if any, and the registers
 
     @property
+    def view_step(self) -> int:  # type: ignore[override]
+        """Height and width of a patch in pixels."""
+        return self.patch_size
+
+    @property
     def grid(self) -> int:
         """Number of patches per side of an image of ``image_size``."""
         return self.image_size // self.patch_size

@@ -9,6 +9,7 @@ from fedssl.config.load import compose
 from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.export import load_encoder
+from fedssl.machine.meta_device import shapes_only
 from fedssl.methods.base import build_method
 from fedssl.methods.lejepa import LeJEPA
 from fedssl.methods.swav import SwAV
@@ -161,3 +162,40 @@ def test_the_views_that_a_term_does_not_use_may_be_smaller():
     message = "; set augmentation.views.0.size=1 augmentation.views.2.size=1$"
     with pytest.raises(InputError, match=message):
         build("method=supervised", "encoder.width=4", third[0])
+
+
+CIFAR = ["dataset=cifar10", "method=dino", "augmentation=multi_crop"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "size", "takes"),
+    [
+        ([*CIFAR, "encoder=torchvision", "encoder.name=vit_b_16"], 16, "encoder.name=vit_b_16 takes only 32"),
+        (
+            [*CIFAR, "encoder=timm", "encoder.name=test_vit", "augmentation.views.2.size=0.7"],
+            22,
+            "encoder.name=test_vit takes only 32 and smaller multiples of 16",
+        ),
+        (
+            [*CIFAR, "encoder=vit_tiny", "encoder.depth=1", "augmentation.views.2.size=0.7"],
+            22,
+            "the encoder takes only 32 and smaller multiples of 4",
+        ),
+    ],
+)
+def test_views_that_an_encoder_does_not_take_are_named(overrides, size, takes):
+    """Local views are six of one recipe, the third; the named setting helps."""
+    with shapes_only():  # the encoder has 86 million weights
+        remedy = "augmentation.views.2.size=1"
+        message = f"augmentation.views.2 has views of {size} pixels, but {takes}; set {remedy}, or another encoder"
+        with pytest.raises(InputError, match=f"^{message}$"):
+            build(*overrides)
+        build(*overrides, remedy)
+
+
+def test_other_differences_of_images_are_told_as_before():
+    own = [*CIFAR, "encoder=vit_tiny", "encoder.depth=1"]
+    with pytest.raises(InputError, match="^encoder.size=16 but the images have 32x32 pixels"):
+        build(*own, "encoder.size=16")
+    with pytest.raises(InputError, match="^encoder.channels=1 but the images have 3 channels"):
+        build(*own, "encoder.channels=1")
