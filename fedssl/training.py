@@ -47,8 +47,8 @@ class LocalTrainer:
         """
         regularizer = with_term(settings.regularizer.instantiate(), term)
         augment: Augmentation = settings.augmentation.instantiate()
-        check_regularizer(regularizer, method, augment, term=term)
         check_views(augment, method)
+        check_regularizer(regularizer, method, augment, term=term)
         if regularizer.uses_initial_encoder:
             method.keep_initial_encoder()
         device = next(method.parameters()).device
