@@ -5,7 +5,7 @@ from typing import Any
 
 from flwr.app import RecordDict
 
-from client_app.memory_retry import MIN_BATCH_SIZE
+from client_app.memory_retry import smallest_batch
 from client_app.step_memory import estimate_step_memory
 from fedssl.config.settings import ClientSettings, Component
 from fedssl.errors import RequestRefused
@@ -80,14 +80,14 @@ def check_settings(settings: ClientSettings, limits: Limits, *, num_images: int)
 
 def _smaller_step(settings: ClientSettings, allowed: int) -> str:
     """Return a remedy: settings whose step fits into the allowed memory, if a smaller batch or stem has one."""
-    encoder, remedies = settings.model.encoder, []
+    encoder, remedies, smallest = settings.model.encoder, [], smallest_batch(settings)
     batch_size = estimate_step_memory(settings).largest_batch(allowed)
-    if batch_size >= MIN_BATCH_SIZE:
+    if batch_size >= smallest:
         remedies.append(f"batch_size={batch_size}")
     if encoder.values.get("stem") == "small":
         imagenet = replace(settings.model, encoder=Component({**encoder.values, "stem": "imagenet"}))
         batch_size = estimate_step_memory(replace(settings, model=imagenet)).largest_batch(allowed)
-        if batch_size >= MIN_BATCH_SIZE:
+        if batch_size >= smallest:
             batch_size = min(batch_size, settings.training.batch_size)
             remedies.append(f"encoder.stem=imagenet and batch_size={batch_size}")
     if remedies:

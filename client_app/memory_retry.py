@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
+from hydra.utils import get_class
 
 from client_app.worker import release_worker
 from fedssl.config.settings import ClientSettings
@@ -19,11 +20,11 @@ from fedssl.logs import log
 from fedssl.machine.devices import MPS, check_precision, free_memory, is_gpu, select_device
 from fedssl.machine.memory import gigabytes
 from fedssl.machine.out_of_memory import free_cached_memory, is_out_of_memory
+from fedssl.methods.base import SSLMethod
 
 T = TypeVar("T")
 TrySteps = Callable[[int, str], None]  # trains for a few steps with a batch size and a precision
 
-MIN_BATCH_SIZE = 3  # the largest `SSLMethod.min_batch_size`: what is recommended is accepted
 _OTHERS = 8  # other processes are named if they use more than one part in eight of the memory
 
 _remedies: dict[object, str] = {}  # that this process has measured, by settings and stages
@@ -72,11 +73,11 @@ def _start_over() -> None:
 
 def _reason(settings: ClientSettings, try_steps: TrySteps, *, names_others: bool) -> str:
     training, device = settings.training, select_device(settings.machine.device)
-    remedies = []
+    remedies, smallest = [], smallest_batch(settings)
     batch_size = training.batch_size // 2
-    while batch_size >= MIN_BATCH_SIZE and not _fits(try_steps, batch_size, training.precision):
+    while batch_size >= smallest and not _fits(try_steps, batch_size, training.precision):
         batch_size //= 2
-    if batch_size >= MIN_BATCH_SIZE:
+    if batch_size >= smallest:
         remedies.append(f"batch_size={batch_size}")
     if training.precision == "fp32" and _supports_bf16(device) and _fits(try_steps, training.batch_size, "bf16"):
         remedies.append("precision=bf16")
@@ -87,6 +88,12 @@ def _reason(settings: ClientSettings, try_steps: TrySteps, *, names_others: bool
         used = f"{gigabytes(others)} of {gigabytes(total)}"
         remedy += f", or free the {used} that other processes use (fewer clients per GPU: engine.client_gpus=1)"
     return f"{found}; {remedy}"
+
+
+def smallest_batch(settings: ClientSettings) -> int:
+    """Return the smallest batch size that the method accepts."""
+    method: type[SSLMethod] = get_class(settings.model.method.target)
+    return method.min_batch_size
 
 
 def _fits(try_steps: TrySteps, batch_size: int, precision: str) -> bool:

@@ -39,7 +39,7 @@ def server_feature_extractor(
 ) -> Callable[[Layers], Tensor]:
     """Return a function that maps a model to features of at most ``num_images`` images of the split ``train``.
 
-    Never of test images. Features are float32 ``(num_images, feature_dim)``, on the CPU.
+    The images are never test images. Features are float32 ``(num_images, feature_dim)``, on the CPU.
     """
     split = load_split(data, "train")
     assert split is not None  # validated by the strategy

@@ -3,8 +3,8 @@ r"""Mean and standard deviation of the clients' images, measured before round 1 
 A sample of the clients sends sums of its images (`fedssl.statistics`). With secure aggregation the server receives only
 their total. With ``privacy=central`` every client has the same weight, and the server adds noise to the sums of means
 and means of squares, in [0, 1] for C channels and taken relative to 1/2, and to the number K of clients that reply,
-since who replies is private, too. A client with the vector (m, 1/2) changes (sum of m, K / 2) by at most
-sqrt(2 C + 1) / 2, and the released means, relative to 1/2, are
+since who replies is private, too; K itself is only in the run folder. A client with the vector (m, 1/2) changes (sum of
+m, K / 2) by at most sqrt(2 C + 1) / 2, and the released means, relative to 1/2, are
 
 $$
 \frac{\sum_k m_k + n}{K + 2 n_0} \quad \text{with} \quad

@@ -167,6 +167,8 @@ def _connected(draw: Callable[[int], "nx.Graph"], setting: str) -> "nx.Graph":
 def _check_degree(degree: int | None, number: int, counted: str) -> None:
     if degree is None:
         raise InputError("strategy.topology=random_regular needs strategy.degree, the neighbors of a client; set it")
+    if number < 2:
+        raise InputError("strategy.topology=random_regular needs 2 clients that train, and there is 1; add images")
     if type(degree) is not int or not 1 <= degree < number:
         raise InputError(
             f"strategy.degree={degree} but it must be a whole number from 1 to {number - 1}, one less than "

@@ -100,7 +100,8 @@ def _label_next(
 ) -> tuple[np.ndarray, str]:
     """Return the rows of the images to label next, the most useful first, and what to add to their line."""
     unlabeled = without_labels(pool, labeled)
-    rows = unlabeled[[csv_cell(path) == path for path in (_path_in(table, pool, row) for row in unlabeled)]]
+    folder = f"{pool.images.root.absolute()}/"
+    rows = unlabeled[[csv_cell(path) == path for path in (folder + pool.names[row] for row in unlabeled)]]
     unwritable = len(unlabeled) - len(rows)
     named = f"{unwritable:,} images whose names or folders have control characters or are not in UTF-8"
     if not len(rows):
@@ -114,10 +115,10 @@ def _label_next(
     center = np.concatenate([features, known]).mean(axis=0, dtype=np.float64)
     unit, unit_known = (unit_features(each, center=center) for each in (features, known))
     chosen = rows[next_to_label(unit, unit_known, count=options.label_next, margins=margins, seed=options.seed)]
-    hint = f"; left out are {named}" if unwritable else ""
-    if len(chosen) < min(options.label_next, len(rows)):
-        among = f" of {MAX_POOL:,} among which is chosen" if len(rows) > MAX_POOL else ""
-        hint += f"; the others{among} are near duplicates of these or of labeled ones (cosine from {DUPLICATE})"
+    hint = f"; without {named}" if unwritable else ""
+    if len(chosen) < min(options.label_next, len(rows), MAX_POOL):
+        considered = f" of the {MAX_POOL:,} images that are considered" if len(rows) > MAX_POOL else ""
+        hint += f"; the others{considered} are near duplicates of these or of labeled ones (cosine from {DUPLICATE})"
     if any(place.part for place in pool.images.places(np.sort(pool.rows[chosen]))):
         hint += "; some are parts of files: write their labels beside the images, not into this table"
     return chosen, hint

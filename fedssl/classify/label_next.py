@@ -23,7 +23,7 @@ from sklearn.neighbors import NearestNeighbors
 from fedssl.seeding import derive_seed, numpy_generator
 
 FEW = 10  # labels per class from which uncertain images are chosen
-MAX_POOL = 20_000  # images among which is chosen
+MAX_POOL = 20_000  # images that are considered
 DUPLICATE = 0.99  # cosine of centered features from which images are near duplicates
 _MAX_CLUSTERS = 500
 _SMALLEST = 5  # images of a cluster

@@ -158,9 +158,9 @@ class Encoder(nn.Module):
             )
 
     def check_view_shape(self, shape: Sequence[int]) -> None:
-        """Reject training views ``(..., channels, height, width)`` that `forward` does not accept in training mode.
+        """Reject views ``(..., channels, height, width)`` that `forward` accepts in no mode.
 
-        Without ``accepts_views`` images must pass `check_image_shape` in eval mode, so that no saved encoder is
+        In eval mode and without ``accepts_views`` images must pass `check_image_shape`, so that no saved encoder is
         evaluated or used on images of a size that it was not built for.
         """
         self.check_image_shape(shape)

@@ -66,8 +66,8 @@ class LibraryEncoder(Encoder):
 
     The network has no classifier: it maps ``(batch, channels, size, size)`` to ``(batch, feature_dim)``. ``parts`` are
     its division; None: the network is the only stage. ``widths`` and ``features`` are the lengths of a representation
-    after each stage, and the channels or token lengths of the stages' outputs. ``name`` is the
-    setting ``encoder.name``, for error messages.
+    after each stage, and the channels or token lengths of the stages' outputs. ``name`` is the setting
+    ``encoder.name``, for error messages.
     """
 
     def __init__(

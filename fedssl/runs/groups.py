@@ -107,7 +107,7 @@ def compared_settings(
 def all_compared_settings(runs: Sequence[Run]) -> Callable[[Run], dict[str, str]]:
     """Return a function that maps a run to all its settings that may change a result.
 
-    It returns the folder if the settings are unknown. Paths of the same images are equal.
+    A run without known settings is mapped to its folder. Paths of the same images are equal.
     """
     images = images_by_run(runs, _without_images)
 

@@ -56,13 +56,13 @@ def _description(folder: Path) -> str:
 
 
 def _differ(runs: Sequence[Run], paths: Mapping[Path, str], others_of: Callable[[Run], Hashable]) -> bool:
-    """Return whether two runs that differ in the path alone have no equal results."""
+    """Return whether two finished runs that differ in the path alone have other results."""
     alike = defaultdict[Hashable, list[Run]](list)
     for run in runs:
-        alike[run.seed, others_of(run)].append(run)
+        if run.finished:
+            alike[run.seed, others_of(run)].append(run)
     return any(
-        paths[run.folder] != paths[same[0].folder]
-        and not (run.finished and same[0].finished and run.results == same[0].results)
+        paths[run.folder] != paths[same[0].folder] and run.results != same[0].results
         for same in alike.values()
         for run in same[1:]
     )

@@ -230,9 +230,9 @@ class _Round:
             enough = all(len(shares) >= graph.threshold for shares in self._shares.values())
             needed = f"{graph.threshold} of the {graph.shares} shares of every client are"
         else:
-            fewest = graph.clients - graph.max_dropouts
-            if fewest < self._min_clients:
-                fewest, remedy = self._min_clients, "a smaller aggregation.min_updates tolerates more dropouts"
+            fewest = max(graph.clients - graph.max_dropouts, self._min_clients)
+            if fewest == self._min_clients:
+                remedy = f"a smaller aggregation.min_updates and {remedy}"
             enough, needed = len(valid) >= fewest, f"{fewest} are"
         if not enough:
             listed = "; ".join(dict.fromkeys([*self._result.dropped.values(), *reasons.values()]))

@@ -174,10 +174,9 @@ def single_updates_stay_secret(settings: Settings) -> Problem:
             "aggregation.buffered=false aggregation.max_norm_ratio=null, which need single updates"
         )
     if aggregation.over_selection:
-        clients = settings.clients_per_round + aggregation.over_selection
         return (
             f"aggregation.over_selection={aggregation.over_selection} uses the first replies, but {SETTING} sums those "
-            f"of all clients; set aggregation.over_selection=0 clients_per_round={clients}"
+            "of all sampled clients; set aggregation.over_selection=0, or more clients_per_round in its place"
         )
     if settings.recording.snapshot_every:
         return "secure_aggregation=secagg_plus reveals no client's model; set snapshot_every=0"

@@ -183,7 +183,7 @@ def test_without_a_fitting_batch_the_reason_names_a_smaller_encoder(tmp_path):
     reason = memory_retry._reason(settings, try_steps, names_others=False)
     expected = "batch_size=10 and precision=fp32 do not fit into accelerator memory; no batch_size fits; set a smaller"
     assert reason == f"{expected} encoder"
-    assert tried == [(5, "fp32"), (10, "bf16")]
+    assert tried == [(5, "fp32"), (2, "fp32"), (10, "bf16")]
 
 
 def copy_without_memory() -> list[Tensor]:

@@ -5,22 +5,18 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-import yaml
-from hydra.utils import get_class
 
 from client_app import memory_retry, worker
 from client_app.app import app
 from client_app.memory_retry import run_with_retry
 from client_app.simulated import MARKER_KEY, SimulationMarker
 from fedssl.config.load import load_settings, parse_client_config, with_run_folder
-from fedssl.config.overrides import CONF
 from fedssl.flower_internals import assign_message_id
 from fedssl.wire.messages import ClientUpdate
 from server_app.round import Round
 from tests.client_app.test_edge_client import node, plan  # noqa: F401, fixtures
 from tests.devices import ask, context
 from tests.federation import Federation
-from tests.methods import METHODS
 
 
 @pytest.fixture
@@ -89,6 +85,17 @@ def test_the_first_attempt_of_a_retrying_engine_fails(tmp_path, fail):
     assert "no batch_size fits; set a smaller encoder" in app(message, node_context).error.reason
 
 
-def test_every_method_accepts_the_recommended_batch_sizes():
-    targets = [yaml.safe_load((CONF / "method" / f"{name}.yaml").read_text())["_target_"] for name in METHODS]
-    assert max(get_class(target).min_batch_size for target in targets) == memory_retry.MIN_BATCH_SIZE
+@pytest.mark.parametrize(("method", "tried"), [("simclr", [(4, "fp32"), (2, "fp32")]), ("byol", [(4, "fp32")])])
+def test_no_batch_below_that_of_the_method_is_recommended(method, tried, tmp_path, monkeypatch):
+    settings = with_run_folder(load_settings([f"method={method}", "batch_size=8"]), tmp_path)
+    settings = parse_client_config(settings.client_yaml)
+    monkeypatch.setattr(memory_retry, "_supports_bf16", lambda device: False)
+    found = []
+
+    def try_steps(batch_size, precision):
+        found.append((batch_size, precision))
+        raise torch.OutOfMemoryError("full")
+
+    reason = memory_retry._reason(settings, try_steps, names_others=False)
+    assert found == tried
+    assert reason.endswith("no batch_size fits; set a smaller encoder")

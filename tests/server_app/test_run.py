@@ -1,4 +1,4 @@
-"""Whole runs on the local engine: the run folder, reproduction, resume after a kill, and learning."""
+"""Whole runs on the local engine: the run folder, reproduction, resume, and learning."""
 
 import fcntl
 import subprocess

@@ -153,7 +153,7 @@ def test_names_that_no_table_can_hold_are_not_labeled_next(run: Path, photos: Pa
     for number, name in enumerate(("a\nb", "\x1b[2J", "\u202e", "\udcff", "b")):
         write(photos / "new" / f"{name}.png", "blue", seed=number)
     text = classify(words)
-    assert "left out are 4 images whose names or folders have control characters or are not in UTF-8" in text
+    assert "without 4 images whose names or folders have control characters or are not in UTF-8" in text
     assert [line["path"] for line in table("label_next.csv")] == ["./photos/new/b.png"]
     (photos / "new" / "b.png").unlink()
     with pytest.raises(InputError, match="without a label but 4 images whose names .*; rename these, or give others"):

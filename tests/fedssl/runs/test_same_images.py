@@ -12,7 +12,7 @@ from fedssl.report.paired_table import paired_table
 from fedssl.runs.catalog import rank_runs
 from fedssl.runs.groups import group_by_seed
 from fedssl.runs.run import Run, read_run
-from tests.runs import write_run
+from tests.runs import change_summary, write_run
 
 SAME, OTHER = "24 files, 1,704 bytes, digest 0123456789abcdef", "24 files, 1,704 bytes, digest fedcba9876543210"
 
@@ -56,6 +56,14 @@ def test_the_same_images_at_several_paths_are_one_row(tmp_path: Path) -> None:
     runs = runs_at(tmp_path, "/home/a/../imgs", "/home/imgs", "/moved")
     assert rows(runs) == [("", 3)]
     assert "dataset.path" not in run_results(runs).table().header
+
+
+def test_an_interrupted_run_is_no_sign_of_other_images(tmp_path: Path) -> None:
+    """One that was stopped, whose images were moved, and which was then run again."""
+    runs = runs_at(tmp_path, "/a", "/b", "/b", "/a", seed=[0, 1, 2, 1])
+    change_summary(tmp_path / "3", status="interrupted", final=None)
+    runs[3] = read_run(tmp_path / "3")
+    assert [row.runs for row in run_results(runs).rows] == [3]
 
 
 def test_other_images_at_one_path_are_another_row(tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def test_a_whole_run(tmp_path, capsys):
         (["aggregation.max_norm_ratio=5"], "secure_aggregation=secagg_plus reveals only the sum of updates"),
         (
             ["aggregation.over_selection=1", "clients_per_round=3"],
-            "set aggregation.over_selection=0 clients_p",
+            "set aggregation.over_selection=0, or more",
         ),
         (["secure_aggregation.threshold=5"], "secure_aggregation.threshold=5 but a client has 4 shares"),
         (["secure_aggregation.threshold=2"], "has 0 security bits"),
