@@ -152,7 +152,7 @@ def test_simclr_encodes_two_sizes_one_after_the_other():
     assert math.isfinite(trained_loss("method.concat_views=false", "augmentation.views.1.size=0.5"))
 
 
-def test_the_views_that_a_term_does_not_use_may_be_smaller():
+def test_views_that_a_term_does_not_use_may_be_smaller():
     third = ["augmentation.views=[{},{},{size: 0.5}]", "regularizer=alignment"]
     assert math.isfinite(trained_loss("method=dino", "encoder.width=4", *third))
     third[0] = "augmentation.views=[{size: 0.75},{},{size: 0.5}]"
