@@ -31,9 +31,9 @@ class LoopPolicy:
         return replace(self, min_replies=clients_per_round) if self.extra else self
 
     def needed_updates(self, *, rejected: int) -> int:
-        """Return the number of updates that a round needs if so many replies are not usable.
+        """Return the smallest number of updates of a round in which ``rejected`` replies are not usable.
 
-        A round that has waited for ``min_replies`` cannot wait for others in their place.
+        With buffering these count as well, but one: the round has ended after ``min_replies``, and waits for no others.
         """
         return max(self.min_updates - rejected, 1) if self.uses_late else self.min_updates
 

@@ -60,6 +60,11 @@ def weights_by_loss_have_losses(parts: RunParts) -> Problem:
     )
 
 
+def rounds_to_repeat(parts: RunParts) -> int:
+    """Return the largest number of finished rounds that devices train again after a resume."""
+    return parts.settings.recording.checkpoint_every - 1 if parts.context.is_deployment else 0
+
+
 def needs_full_exchange(what: str) -> Rule[RoundExchange]:
     """Return the rule that all clients download and upload one global model completely, which ``what`` needs."""
 

@@ -87,8 +87,6 @@ class Encoder(nn.Module):
     feature_dim: int  # length of a representation
     channels: int | None = None  # of valid images; None if any number is valid
     image_size: int | None = None  # height and width of valid images in pixels; None if any size is valid
-    # Smaller views are valid if their side is a multiple of this number of pixels; None if no smaller view is.
-    view_step: int | None = None
     label: str = "the encoder"  # for error messages
     patch_embedding: str | None = None  # name of the submodule that maps patches to tokens; None if there is none
     num_prefix_tokens: int = 0  # of tokens before those of patches in the output of a stage: class token and registers
@@ -156,6 +154,11 @@ class Encoder(nn.Module):
                 f"encoder.size={self.image_size} but the images have {height}x{width} pixels; leave encoder.size "
                 f"at its default, or use images of {self.image_size}x{self.image_size}"
             )
+
+    @property
+    def view_step(self) -> int | None:
+        """Return the number of pixels of which the side of a smaller view is a multiple; None if no view is smaller."""
+        return None
 
     def check_view_shape(self, shape: Sequence[int]) -> None:
         """Reject views ``(..., channels, height, width)`` that `forward` accepts in no mode.

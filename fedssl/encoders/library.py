@@ -89,7 +89,6 @@ class LibraryEncoder(Encoder):
         self.__dict__["_network"] = network
         self._parts = parts
         self.feature_dim, self.channels, self.image_size = widths[-1], channels, image_size
-        self.view_step = None if parts is None else parts.view_step
         if name is not None:
             self.label = f"encoder.name={name}"
         self.define_stages(
@@ -117,6 +116,10 @@ class LibraryEncoder(Encoder):
         if self.active_stages.depth < len(self.stage_names) and not self._parts.any_stage:
             return x.mean(dim=(2, 3))
         return self._parts.head(self.get_submodule(""), x)
+
+    @property
+    def view_step(self) -> int | None:
+        return None if self._parts is None else self._parts.view_step
 
     def check_view_shape(self, shape: Sequence[int]) -> None:
         """Accept also smaller squares whose side is a multiple of ``view_step``."""

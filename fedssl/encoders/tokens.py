@@ -75,8 +75,8 @@ class TokenEncoder(Encoder):
     num_prefix_tokens: int  # number of tokens before those of the patches: the class token, if any, and the registers
 
     @property
-    def view_step(self) -> int:  # type: ignore[override]
-        """Height and width of a patch in pixels."""
+    def view_step(self) -> int:
+        """Return the height and width of a patch in pixels."""
         return self.patch_size
 
     @property

@@ -32,7 +32,7 @@ from server_app.messaging import ActivityHook, no_activity
 from server_app.updates import RoundResult
 from strategies.base import FedSSLStrategy
 from strategies.mods.products import needs_sums_of_layers
-from strategies.rules import RoundExchange, RunParts, needs_full_exchange, sum_problem
+from strategies.rules import RoundExchange, RunParts, needs_full_exchange, rounds_to_repeat, sum_problem
 from strategies.types import GLOBAL, Aggregator
 from strategies.weighted_sum import PartialSum, WeightedSum
 
@@ -238,12 +238,12 @@ def attempts_leave_no_state(parts: RunParts) -> Problem:
 
 def sums_are_revealed_once(parts: RunParts) -> Problem:
     """Require a checkpoint of each round: a resumed run repeats others, and two sums may differ by one client."""
-    every = parts.settings.recording.checkpoint_every
-    if not parts.settings.secure_aggregation or not parts.context.is_deployment or every == 1:
+    repeated = rounds_to_repeat(parts)
+    if not (parts.settings.secure_aggregation and repeated):
         return None
     return (
-        f"{SETTING} reveals one sum per round, but with checkpoint_every={every} a resumed run repeats up to "
-        f"{every - 1} rounds, and two sums with the same model reveal the update of a client that is in one of them; "
+        f"{SETTING} reveals one sum per round, but with checkpoint_every={repeated + 1} a resumed run repeats up to "
+        f"{repeated} rounds, and two sums with the same model reveal the update of a client that is in one of them; "
         "set checkpoint_every=1"
     )
 

@@ -36,7 +36,7 @@ from fedssl.seeding import numpy_generator
 from fedssl.wire.messages import ClientUpdate
 from strategies.mods.base import Mod, ModState
 from strategies.round_start import StartingModel
-from strategies.rules import RunParts, needs_full_exchange, sum_problem
+from strategies.rules import RunParts, needs_full_exchange, rounds_to_repeat, sum_problem
 from strategies.run_context import RunContext
 
 GUARANTEE = "privacy"  # key of what it guarantees, in the lines of rounds and in the summary
@@ -93,12 +93,12 @@ def _has_statistics(names: Iterable[str]) -> bool:
 
 def rounds_are_released_once(parts: RunParts) -> Problem:
     """Require a checkpoint of each round: a resumed run would release others anew, with uncounted noise, to devices."""
-    every = parts.settings.recording.checkpoint_every
-    if not parts.settings.privacy or not parts.context.is_deployment or every == 1:
+    repeated = rounds_to_repeat(parts)
+    if not (parts.settings.privacy and repeated):
         return None
     return (
-        f"privacy=central counts each round once, but with checkpoint_every={every} a resumed run releases up to "
-        f"{every - 1} rounds to the devices again; set checkpoint_every=1"
+        f"privacy=central counts each round once, but with checkpoint_every={repeated + 1} a resumed run releases up "
+        f"to {repeated} rounds to the devices again; set checkpoint_every=1"
     )
 
 

@@ -29,7 +29,7 @@ def test_messages_go_to_the_nodes_of_the_chosen_partitions():
 
 
 def test_late_updates_have_the_metrics_after_a_warm_up(tmp_path):
-    """Of plans of the first two rounds, which weight by images, but used in a round that weights by loss."""
+    """Use, in a round that weights by loss, updates whose plans are from rounds that weight by images."""
     overrides = ["strategy=l_dawa", "strategy.weighting=loss", "strategy.warmup_rounds=2", "num_clients=5"]
     rounds = Federation(
         tmp_path, *overrides, "dataset.limit=100", "aggregation.buffered=true", "aggregation.min_updates=2"

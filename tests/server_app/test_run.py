@@ -1,6 +1,7 @@
 """Whole runs on the local engine: the run folder, reproduction, resume, and learning."""
 
 import fcntl
+import signal
 import subprocess
 import sys
 
@@ -122,6 +123,28 @@ class TestResume:
         with pytest.raises(InputError, match="rounds=3 but the run has completed 4; set rounds=4 or more"):
             run([f"resume={folder}", "rounds=3"])
         assert ending(folder)[0] == "finished"
+
+
+@pytest.mark.heavy  # tests/simulation/test_sandbox.py interrupts a run too
+def test_ctrl_c_is_noted(tmp_path):
+    folder = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAIN, *QUICK, "rounds=500", f"output_dir={folder}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore Ctrl-C
+    )
+    for line in process.stdout:
+        if line.startswith("round 2/"):  # round 1 has a checkpoint
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    status, rounds, reason = ending(folder)
+    assert (status, reason) == ("interrupted", "stopped by the user")
+    assert 1 <= rounds < 500
+    assert errors == f"fedssl: stopped after round {rounds}; continue with: fedssl resume={folder}\n"
 
 
 @pytest.mark.parametrize(

@@ -156,9 +156,9 @@ def test_offline_clients_are_not_asked(caplog):
 
 
 def test_differential_privacy_weights_clients_equally_and_adds_noise():
-    """Of 40 clients and 1 channel: z sqrt(3) / 2 / 40 = 0.0022 with z = 0.1. It costs as much as a round.
+    """Add noise with the standard deviation z sqrt(3) / 2 / 40 = 0.0022, for z = 0.1, 1 channel and 40 clients.
 
-    The number of clients has noise of 2 z sqrt(3) / 2 = 0.17, which is 0.4% of them.
+    The number of clients has noise of 2 z sqrt(3) / 2 = 0.17, which is 0.4% of them. Both cost as much as a round.
     """
     overrides = ["num_clients=40", "clients_per_round=4", "dataset.limit=100", *PRIVATE, "privacy.noise_multiplier=0.1"]
     settings = measured(*overrides)
@@ -182,7 +182,7 @@ def test_differential_privacy_weights_clients_equally_and_adds_noise():
 
 
 def test_noise_that_hides_the_variance_is_refused():
-    """sqrt(3) / 2 / 3.3, which is the number of clients, 4, with its noise."""
+    """Compute 0.26 as sqrt(3) / 2 / 3.3: the number of clients, 4, has noise."""
     with pytest.raises(InputError, match=r"standard deviation of 0.26 in the means of 4 clients, which hides their"):
         measured(*PRIVATE, "privacy.noise_multiplier=1")
 

@@ -89,7 +89,7 @@ def test_every_table_is_an_experiment_and_its_rows_are_words():
 
 
 def matched(folder: Path, table: str, *overrides: str) -> list[Differences]:
-    """What differs, of every line of a table to which the run of a command belongs."""
+    """Return the differences of each line of a table that has the run of a command."""
     job(folder, f"experiment={table.replace('.', '/')}", *overrides)
     return [line.differs for line in match_runs(table, find_runs([folder]))[0] if line.runs]
 

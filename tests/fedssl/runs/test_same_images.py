@@ -12,6 +12,7 @@ from fedssl.report.paired_table import paired_table
 from fedssl.runs.catalog import rank_runs
 from fedssl.runs.groups import group_by_seed
 from fedssl.runs.run import Run, read_run
+from fedssl.runs.same_images import images_by_run
 from tests.runs import change_summary, write_run
 
 SAME, OTHER = "24 files, 1,704 bytes, digest 0123456789abcdef", "24 files, 1,704 bytes, digest fedcba9876543210"
@@ -64,6 +65,12 @@ def test_an_interrupted_run_is_no_sign_of_other_images(tmp_path: Path) -> None:
     change_summary(tmp_path / "3", status="interrupted", final=None)
     runs[3] = read_run(tmp_path / "3")
     assert [row.runs for row in run_results(runs).rows] == [3]
+
+
+def test_names_are_the_first_path_of_the_same_images(tmp_path: Path) -> None:
+    runs = runs_at(tmp_path, "/a", "/b", "/a", images=[SAME, SAME, OTHER])
+    names = images_by_run(runs, lambda run: frozenset())
+    assert list(names.values()) == [f"/a ({SAME})", f"/a ({SAME})", f"/a ({OTHER})"]
 
 
 def test_other_images_at_one_path_are_another_row(tmp_path: Path) -> None:
