@@ -209,7 +209,7 @@ def compose_unresolved(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, 
         (chosen if _chooses(override, folders) else values).append(override)
     lines = tuple(str(override.input_line) for override in chosen)
     try:
-        config, choices = pickle.loads(_composed(lines)) if not _is_changeable(lines) else _hydra_composed(lines)
+        config, choices = _composition(lines)
         apply_overrides(values, config)
     except UnicodeDecodeError as error:
         raise InputError(f"a file of --config-dir is not UTF-8 ({error}); save it as UTF-8") from error
@@ -230,6 +230,15 @@ def _chooses(override: Override, folders: Sequence[Path]) -> bool:
     if override.package is not None or override.is_sweep_override() or key.startswith("hydra"):
         return True
     return any((root / key).is_dir() for root in (CONF, *folders)) and not isinstance(override.value(), dict)
+
+
+def _composition(overrides: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
+    """Return the config with interpolations, and the choices, from the cache if they depend on ``conf/`` alone."""
+    if _is_changeable(overrides):
+        return _hydra_composed(overrides)
+    in_order = tuple(sorted(overrides, key=lambda override: override.partition("=")[0]))  # the last of a group stays it
+    config, choices = pickle.loads(_composed(in_order))
+    return config, choices
 
 
 @functools.lru_cache(maxsize=1024)
@@ -273,7 +282,7 @@ def _hydra_composed(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str
         own = [override for override in overrides if not override.startswith("experiment=")]
         replaced = {override.partition("=")[0] for override in own} & choices.keys() & config.keys()
         if replaced and len(own) < len(overrides):
-            alone, _ = _hydra_composed(own)
+            alone, _ = _composition(tuple(own))
             for group in replaced:
                 _keep_settings_of(alone[group], config[group])
     return config, choices
