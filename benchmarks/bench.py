@@ -1,4 +1,4 @@
-"""FedSSL-Bench: every rule and every method under one protocol. Repeat the command to continue unfinished runs.
+"""FedSSL-Bench: 18 rules and five methods under one protocol. Repeat the command to continue unfinished runs.
 
     uv run python benchmarks/bench.py --suite cpu --data '/my/cifar10/*.parquet' --minutes 240
 

@@ -1,1 +1,1 @@
-"""FedSSL-Bench: every aggregation rule and every method under one protocol; `benchmarks/bench.py` runs it."""
+"""FedSSL-Bench: 18 aggregation rules and five methods under one protocol; `benchmarks/bench.py` runs it."""

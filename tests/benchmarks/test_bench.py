@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from benchmarks.fedssl_bench.results import BenchResult, merge, page
 from benchmarks.fedssl_bench.running import Job, Runner
 from benchmarks.fedssl_bench.suites import ALL, RULES, SINGLE, SUITES, UNTRAINED, VARIANTS
 from fedssl.config.load import compose
-from fedssl.config.overrides import config_groups
+from fedssl.config.overrides import CONF, config_groups
 from fedssl.datasets.base import ImageData
 from fedssl.datasets.images import TensorImages
 from fedssl.partition import make_partition
@@ -96,6 +97,18 @@ def test_the_page_ranks_rows_over_common_seeds() -> None:
     assert "### `method=simclr`, seeds 0, 1\n" in fewer  # the third is not there yet
     assert "| krum | 50.0 (50.0-50.0) |" in fewer
     assert "Significantly different from `fedavg` (p < 0.05 after Holm's correction): none." in output
+
+
+def test_the_readme_names_what_is_measured_and_what_is_not() -> None:
+    text = (CONF.parent / "benchmarks" / "README.md").read_text()
+    section = text.partition("## FedSSL-Bench\n")[2].partition("\n## ")[0]
+    measured, _, missing = section.partition("Not measured: ")
+    missing, _, table = missing.partition(" and all other methods")
+    assert f"{len(RULES)} strategies and `local_only`" in measured
+    assert set(RULES) <= set(re.findall(r"`(\w+)`", table))
+    assert set(re.findall(r"`(\w+)`", missing)) == set(config_groups()["strategy"]) - {*RULES, "local_only"}
+    methods = {entry.method for entry in results.read(results.RESULTS) if entry.suite == "cpu"}
+    assert set(re.findall(r"`(\w+)`", measured)) >= methods - {"simclr"}
 
 
 KINDS = [("fedavg", "byol"), (SINGLE, "simsiam"), (ALL, "moco_v3"), (UNTRAINED, "simclr")]

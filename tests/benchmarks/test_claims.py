@@ -10,6 +10,7 @@ import yaml
 
 from benchmarks import study
 from benchmarks.claims import TABLE, Claim, against, counts, outcome, paired, read_claims, read_rows, table, to_text
+from benchmarks.fedssl_bench.results import RESULTS, page, read
 from benchmarks.fedssl_bench.suites import SUITES
 from fedssl.config.overrides import CONF
 from fedssl.report.paper_table import PAPERS_FOLDER
@@ -57,6 +58,16 @@ def test_comparisons_of_a_paper_are_corrected_together():
     assert twice[0]["outcome"] == "undecided"
     assert table([CLAIM, replace(other, paper="l_dawa")], rows)[0]["p"] == "0.035"  # another paper
     assert outcome("above", compare({"": [2.0, 3.0, 4.0]})[""]) == "confirmed"
+
+
+def test_the_readme_has_both_corrections_of_featarc():
+    lines = [line for line in table(read_claims(), read_rows()) if line["row_a"] == "cpu/simclr/featarc"]
+    (here,) = {line["p"] for line in lines if line["row_b"] == "cpu/simclr/fedavg"}
+    (row,) = (line for line in page(SUITES["cpu"], read(RESULTS)).splitlines() if line.startswith("| featarc |"))
+    text = " ".join((CONF.parent / "benchmarks" / "README.md").read_text().split())
+    assert (
+        f"*opposite* here (p = {here}) and do not differ significantly there (p = {row.split('|')[7].strip()})" in text
+    )
 
 
 def test_the_recorded_table_is_that_of_the_entries():
