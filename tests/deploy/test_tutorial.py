@@ -169,6 +169,16 @@ def test_five_devices_adapt_a_public_encoder_within_2_gb_each(tmp_path):
     assert max(monitor.peaks.values()) < 2e9, monitor.peaks
 
 
+def test_commands_on_the_server_find_their_files():
+    lines = section("The server")[0].splitlines()
+    assert lines.index("git clone REPOSITORY /opt/fedssl && cd /opt/fedssl") < min(
+        number for number, line in enumerate(lines) if line.startswith("cp deploy/")
+    )
+    named = [command for command in commands() if re.match("fedssl-fleet (invite|add) garden ", command)]
+    assert len(named) == 2
+    assert all(command.endswith(" --certificates /etc/fedssl/ca.crt") for command in named)
+
+
 def commands():
     """Return the commands of this project outside of the tutorial: in blocks and in tables."""
     page = re.sub(r"^## Tutorial.*?(?=^## )", "", PAGE, flags=re.DOTALL | re.MULTILINE)
