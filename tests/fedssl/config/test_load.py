@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from fedssl.config.compose import resolve_config
+from fedssl.config.compose import RESULT_KEYS, RESUMABLE_KEYS, resolve_config
 from fedssl.config.load import compose, load_settings
 from fedssl.config.overrides import CONF, quote_value
 from fedssl.config.saved_run import save_run
@@ -203,6 +203,15 @@ class TestResume:
     def test_refuses_other_settings(self, folder):
         with pytest.raises(InputError, match=r"was run with seed=0 \(now 1\)"):
             load_settings([f"resume={folder}", "seed=1"])
+
+    def test_the_page_names_the_settings_that_may_change(self, folder):
+        page = (CONF.parent / "docs" / "train.md").read_text()
+        sentence = page.partition("You can raise `rounds`")[2].partition("others are rejected")[0]
+        named = set(re.findall(r"`([a-z_.]+)`", sentence)) - {"progressive", "client_speed"}
+        assert named <= RESUMABLE_KEYS | {"dataset.path"}
+        assert named | {"rounds"} >= RESULT_KEYS
+        with pytest.raises(InputError, match=r"was run with evaluation\.\S+=\S+ \(now"):
+            load_settings([f"resume={folder}", "evaluation=linear"])
 
     def test_refuses_a_folder_whose_settings_were_edited(self, folder):
         file = folder / "config.yaml"
