@@ -47,13 +47,17 @@ from fedssl.text_table import align
 SHOWN_EVENTS = 10
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
-SHARED = """This device shares updates of model weights, the number of its images, its free disk space, its versions of
-Python, fedssl, flwr, torch and torchvision, and metrics that a run requests (loss, duration){quality}.
+SHARED = """This device shares updates of model weights, its name, its position if it has one, the number of its images,
+its free disk space, its versions of Python, fedssl, flwr, torch and torchvision, its max-rank, digests of the base
+layers that it holds, why it cannot train, and metrics that a run requests (loss, duration){quality}.
+Some runs also request what is computed from images: sums and histograms of its pixel values (dataset.mean=federated),
+normalized projections of single images (fedca), mean latents, with one batch of single images (mar), cluster centers
+(orchestra), the mean product of projections (fedsc) or mean gradients (scaffold).
 It shares no images, labels, file names or paths."""
 
 
 def main() -> int:
-    """Entry point; returns the exit status, see `run_command`."""
+    """Run the command, and return its exit status, see `run_command`."""
     options = _parser().parse_args()
     command = {"setup": setup, "status": status, "encoder": encoder, "quality": quality}[options.command]
     return run_command("fedssl-device", lambda: command(options))

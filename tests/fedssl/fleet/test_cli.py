@@ -8,6 +8,7 @@ import stat
 import sys
 import zipfile
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ import pytest
 from fedssl.errors import InputError
 from fedssl.fleet import cli, device_cli, device_files
 from fedssl.fleet.kit import make_kit, read_kit, write_kit
+from fedssl.methods import base
 from fedssl.runs.run import acquire_lock
+from fedssl.wire.identity import NodeInfo
 from tests.deploy.test_fleet import check_the_public_port
 from tests.devices import write_images
 from tests.fleet import DEPLOY, fleet
@@ -65,7 +68,7 @@ def test_a_device_joins_with_a_kit_and_leaves(running, call, tmp_path, monkeypat
     assert status == 0, text
     assert f"images      ok  7 in {tmp_path / 'images'}" in text
     assert "connection  ok" in text
-    assert "It shares no images, labels, file names or paths." in text
+    assert device_cli.SHARED.format(quality="") in text
     assert stat.S_IMODE((tmp_path / "device" / "node.key").stat().st_mode) == 0o600
     key = (tmp_path / "device" / "node.key").read_bytes()
     call(device_cli, "setup", "garden.kit", "images=images", folder)
@@ -105,6 +108,31 @@ def test_a_device_joins_with_a_kit_and_leaves(running, call, tmp_path, monkeypat
     assert (status, "--output names one kit, but 2 names are given; leave it out" in text) == (2, True)
     assert not (tmp_path / "one.kit").exists()
     assert call(cli, "remove", "roof")[0] == call(cli, "remove", "barn")[0] == 0
+
+
+SHARED = {  # by the field of the report, the method or the setting that sends it
+    "partition": "position",
+    "name": "its name",
+    "num_images": "the number of its images",
+    "free_disk": "free disk space",
+    "base_digests": "digests of the base layers",
+    "versions": "versions of Python, fedssl, flwr, torch and torchvision",
+    "max_rank": "max-rank",
+    "problem": "why it cannot train",
+    "dataset.mean": "sums and histograms of its pixel values (dataset.mean=federated)",
+    "fedca": "projections of single images (fedca)",
+    "mar": "latents, with one batch of single images (mar)",
+    "orchestra": "cluster centers (orchestra)",
+    "fedsc": "the mean product of projections (fedsc)",
+    "scaffold": "mean gradients (scaffold)",
+}
+
+
+def test_the_owner_reads_what_leaves_the_device():
+    text = " ".join(device_cli.SHARED.split())
+    assert [source for source, phrase in SHARED.items() if phrase not in text] == []
+    methods = {file.stem for file in Path(base.__file__).parent.glob("*.py") if "uploaded_parts" in file.read_text()}
+    assert {field.name for field in fields(NodeInfo)} | methods <= SHARED.keys() | {"partitions", "base"}
 
 
 def test_devices_reach_only_the_fleet_api(running):
