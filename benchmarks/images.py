@@ -89,7 +89,7 @@ def measure_ready(data: Path, cache: str) -> tuple[float, float]:
 
 
 def print_ready() -> None:
-    """Part 1."""
+    """Measure part 1, and print it."""
     with tempfile.TemporaryDirectory() as folder:
         data = write_images(Path(folder, "data"), IMAGES)
         rows = {"memory": "null", "new file": f"{folder}/cache", "existing file": f"{folder}/cache"}
@@ -128,7 +128,7 @@ def measure(folder: Path) -> int:
     """Return the bytes of part 2 for the images in ``folder/data``."""
     import torch  # noqa: F401  # the memory of torch and the server is not counted
 
-    import server_app.app  # noqa: F401
+    import server_app.app  # noqa: F401  # as above
     from simulation.run import run
 
     overrides = [*overrides_for(folder / "data", str(folder / "cache")), f"output_dir={folder / 'run'}"]
@@ -148,7 +148,7 @@ def memory(count: int, folder: Path) -> int:
 
 
 def print_memory(count: int) -> None:
-    """Part 2."""
+    """Measure part 2, and print it."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         peak = memory(count, Path(folder))

@@ -79,7 +79,7 @@ class Federation:
 
 
 def overhead(repeats: int = 15) -> None:
-    """Part 1."""
+    """Measure part 1, and print it."""
     federation = Federation("local_epochs=0")
     federation()
     times = [federation() / federation.settings.num_clients for _ in range(repeats)]
@@ -88,7 +88,7 @@ def overhead(repeats: int = 15) -> None:
 
 
 def complete_round(repeats: int = 5) -> None:
-    """Part 2."""
+    """Measure part 2, and print it."""
     federation = Federation("local_epochs=1", "num_clients=4", "batch_size=64")
     federation(), federation.bare()
     pairs = [(federation(), federation.bare()) for _ in range(repeats)]
@@ -98,7 +98,7 @@ def complete_round(repeats: int = 5) -> None:
 
 
 def client_state(repeats: int = 9) -> None:
-    """Part 3."""
+    """Measure part 3, and print it."""
     with WriteBehind() as behind:
         stores = {"background": behind, "files": None}
         federations = {
@@ -119,7 +119,7 @@ def client_state(repeats: int = 9) -> None:
 
 
 def hundred_clients(repeats: int = 3) -> None:
-    """Part 4, in a new process, whose peak memory contains nothing else."""
+    """Measure part 4 in a new process, whose peak memory contains nothing else, and print it."""
     federation = Federation("local_epochs=0", "num_clients=100")
     federation()
     seconds = statistics.median(federation() for _ in range(repeats))

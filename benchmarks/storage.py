@@ -245,7 +245,7 @@ print(f"{time.perf_counter() - start:.1f} s until {len(images.images):,} images 
 
 
 def run_on_many(source: Path, folder: Path, *, count: int) -> None:
-    """Part 4; images that an earlier call has made in ``folder`` are used again."""
+    """Measure part 4, and print it; images that an earlier call has made in ``folder`` are used again."""
     if not (folder / "data").is_dir():
         (folder / "data").mkdir(parents=True)
         print(f"{write_arrow(folder / 'data', JpegMaker(source), count) / 1e9:.1f} GB of images", flush=True)

@@ -78,7 +78,7 @@ class NodeContexts(dict[int, Context]):
             node_config={
                 "partition-id": node - SERVER_NODE - 1,
                 "num-partitions": self._num_clients,
-                MARKER_KEY: SimulationMarker(self._store),  # type: ignore[dict-item]
+                MARKER_KEY: SimulationMarker(self._store),  # type: ignore[dict-item]  # see above
             },
             state=RecordDict(),
             run_config={},

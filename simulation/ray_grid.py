@@ -214,7 +214,7 @@ class RayGrid(SimulatedGrid):
             context = self._contexts[call.message.metadata.dst_node_id]
             # A client that is retried alone reports by itself what would fit.
             marker = SimulationMarker(engine_retries=not call.is_retry)
-            context.node_config[MARKER_KEY] = marker  # type: ignore[assignment]
+            context.node_config[MARKER_KEY] = marker  # type: ignore[assignment]  # no value of a command line
             payload = payloads.setdefault(call.payload, len(payloads))
             client_calls.append(ClientCall(call.message, context, payload, actor_sum.block if actor_sum else None))
         task = actor.run_clients.remote(client_calls, *payloads)

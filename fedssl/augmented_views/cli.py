@@ -90,7 +90,7 @@ class Display:
 
 
 def main() -> int:
-    """Entry point; returns the exit status, see `run_command`."""
+    """Run the command, and return its exit status, see `run_command`."""
     return run_with_overrides("fedssl-views", USAGE, run)
 
 

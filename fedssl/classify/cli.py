@@ -41,7 +41,7 @@ USAGE = (
 
 
 def main() -> int:
-    """Entry point; returns the exit status, see `run_command`."""
+    """Run the command, and return its exit status, see `run_command`."""
     return run_with_overrides("fedssl-classify", USAGE, run)
 
 

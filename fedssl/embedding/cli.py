@@ -40,7 +40,7 @@ _KEYS = ("run", "encoder", "images", "out", "backend", "device", "skip_unreadabl
 
 
 def main() -> int:
-    """Entry point; returns the exit status, see `run_command`."""
+    """Run the command, and return its exit status, see `run_command`."""
     for name, value in OPENMP_ENV.items():  # torch is not imported yet
         os.environ.setdefault(name, value)
     return run_with_overrides("fedssl-embed", USAGE, run)

@@ -65,7 +65,7 @@ class Evaluation(NamedTuple):
 
 
 def main() -> int:
-    """Entry point; returns the exit status, see `run_command`."""
+    """Run the command, and return its exit status, see `run_command`."""
     return run_with_overrides("fedssl-evaluate", USAGE, run)
 
 

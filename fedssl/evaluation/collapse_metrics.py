@@ -43,9 +43,9 @@ def gaussian_spectrum(n: int, dim: int) -> Tensor:
 
 
 def effective_rank(h: Tensor) -> float:
-    """RankMe (Garrido et al., ICML 2023, Eq. 1): exp of the entropy of the singular values' shares, not centered.
+    """Return RankMe (Garrido et al., ICML 2023, Eq. 1): exp of the entropy of the singular values' shares.
 
-    Between 1 (one direction) and min(n, dim) (all directions equal); 0 for representations of zeros.
+    Not centered. Between 1 (one direction) and min(n, dim) (all directions equal); 0 for representations of zeros.
     """
     return _rank(torch.linalg.svdvals(h.double()))
 
@@ -60,7 +60,7 @@ def covariance_rank(h: Tensor) -> float:
 
 
 def alpha_req(h: Tensor) -> float:
-    """alpha-ReQ (Agrawal et al., NeurIPS 2022): alpha of the covariance's eigenvalues ~ rank ** -alpha.
+    """Return alpha-ReQ (Agrawal et al., NeurIPS 2022): alpha of the covariance's eigenvalues ~ rank ** -alpha.
 
     Near 1 is best, says the paper. As in the authors' code, the line through log eigenvalues and log ranks has the
     weights 1 / rank, and the ranks are `_RANKS`; eigenvalues that are 0 up to rounding are left out. 0 for fewer than
@@ -78,7 +78,7 @@ def alpha_req(h: Tensor) -> float:
 
 
 def lidar(views: Sequence[Tensor]) -> float:
-    """LiDAR (Thilak et al., ICLR 2024): exp of the entropy of an LDA whose classes are the images.
+    """Return LiDAR (Thilak et al., ICLR 2024): exp of the entropy of an LDA whose classes are the images.
 
     ``views`` are the representations of views of the same images, each ``(n, dim)``. Between 1 and min(n - 1, dim); 0
     if all images have the same mean. The paper has 50 views of 1,000 images.

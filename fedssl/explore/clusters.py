@@ -69,7 +69,7 @@ def _distances(features: np.ndarray, centers: np.ndarray) -> np.ndarray:
 
 
 def _sorted(members: np.ndarray, distances: np.ndarray, how: str) -> Clusters:
-    """Number the clusters by their size, the largest first."""
+    """Assign numbers to the clusters by size, the largest first."""
     _, codes, sizes = np.unique(members, return_inverse=True, return_counts=True)
     ranks = np.argsort(np.argsort(-sizes, kind="stable"), kind="stable")
     return Clusters(ranks[codes].astype(np.int64), distances, how)

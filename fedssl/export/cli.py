@@ -40,7 +40,7 @@ _EXPORT_KEYS = ("run", "encoder", "format", "output", "precision")
 
 
 def main() -> int:
-    """Entry point; returns the exit status, see `run_command`."""
+    """Run the command, and return its exit status, see `run_command`."""
     return run_with_overrides("fedssl-export", USAGE, run)
 
 

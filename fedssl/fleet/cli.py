@@ -53,7 +53,7 @@ WATCH_RANGES = {
 
 
 def main() -> int:
-    """Entry point; returns the exit status, see `run_command`."""
+    """Run the command, and return its exit status, see `run_command`."""
     options = _parser().parse_args()
     command, _ = COMMANDS[options.command]
     return run_command("fedssl-fleet", lambda: print(sanitize(command(options), lines=True)))

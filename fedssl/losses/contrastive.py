@@ -63,7 +63,7 @@ def info_nce(q: Tensor, k: Tensor, *, temperature: float) -> Tensor:
 
 
 def relational(z1: Tensor, z2: Tensor, anchors: Tensor, *, temperature: float) -> Tensor:
-    """Relational loss of FedX (arXiv 2207.09158): both views of an image have the same similarities to the others.
+    """Return FedX's relational loss (arXiv 2207.09158): both views of an image have equal similarities to the others.
 
     With s_ij the cosine of z1_i and anchor j divided by the positive temperature, p_i is the softmax of s_ij over all
     j != i, q_i likewise from z2, and m = (p + q) / 2: the mean over i of their Jensen-Shannon divergence, ``(KL(p_i,

@@ -41,7 +41,7 @@ _HEADS = ("strategy", "method", "partition", "alpha", "K")
 
 
 def main() -> int:
-    """Entry point; returns the exit status, see `run_command`."""
+    """Run the command, and return its exit status, see `run_command`."""
     options = _parser().parse_args()
     if options.command == "verify":
         return run_command("fedssl-runs", lambda: verify(options))

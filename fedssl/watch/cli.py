@@ -91,7 +91,7 @@ class WatchServer(ThreadingHTTPServer):
 
 
 def main() -> int:
-    """Entry point; returns the exit status, see `run_command`."""
+    """Run the command, and return its exit status, see `run_command`."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(USAGE)
         return 0

@@ -63,7 +63,7 @@ def read_reply(message: Message, *, rule: "FlowerRule", names: Collection[str], 
         raise InputError(f"{rule.weighted_by_key}={weight:g} is not between 0 and {MAX_WEIGHT:g}")
     loss = _metric(metrics, rule, "loss_key", TRAIN_LOSS)
     # A weight of Flower may be a fraction, which the sum supports.
-    update = ClientUpdate(layers=layers, partition_id=0, num_examples=weight, train_loss=loss)  # type: ignore[arg-type]
+    update = ClientUpdate(layers=layers, partition_id=0, num_examples=weight, train_loss=loss)  # type: ignore[arg-type]  # see above
     return Reply(node, content, update, REPLY in content)
 
 

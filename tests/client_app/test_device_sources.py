@@ -79,7 +79,7 @@ def test_a_device_trains_on_it(write, plan, tmp_path):  # noqa: F811, the fixtur
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_failed_files_are_read_once_they_are_available(cached, plan, tmp_path, monkeypatch):  # noqa: F811
+def test_failed_files_are_read_once_they_are_available(cached, plan, tmp_path, monkeypatch):  # noqa: F811, the fixture
     """A share that was offline for a while, and a missing permission, change no file."""
     monkeypatch.setattr(cache, "MIN_SECONDS_TO_CACHE", 0 if cached else 1e9)
     images = write_images(tmp_path / "images", 6)

@@ -39,7 +39,7 @@ def fail(monkeypatch):
     return install
 
 
-def test_a_device_is_retried_from_the_same_start(plan, node, fail, tmp_path):  # noqa: F811
+def test_a_device_is_retried_from_the_same_start(plan, node, fail, tmp_path):  # noqa: F811, the fixtures
     attempts = fail(lambda attempt, batch_size: attempt == 1)
     replies = [ask(plan, context(**{**node, "state_path": tmp_path / name})) for name in ("retried", "undisturbed")]
     assert len(attempts) == 3
@@ -64,7 +64,7 @@ def test_the_second_attempt_captures_no_graphs_by_default(tmp_path, chosen, used
     assert (retried, attempts) == ("update", used)
 
 
-def test_a_device_replies_with_a_batch_size_that_fits(plan, node, fail):  # noqa: F811
+def test_a_device_replies_with_a_batch_size_that_fits(plan, node, fail):  # noqa: F811, the fixtures
     fail(lambda attempt, batch_size: batch_size > 4)
     assert ask(plan, context(**node)).error.reason == (
         "batch_size=8 and precision=fp32 do not fit into accelerator memory; set batch_size=4, which fits"

@@ -1,3 +1,3 @@
 """Fixtures of the tests of HTML pages."""
 
-from tests.fedssl.pages.browser import browser, open_page  # noqa: F401
+from tests.fedssl.pages.browser import browser, open_page  # noqa: F401, fixtures

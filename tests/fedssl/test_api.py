@@ -121,7 +121,7 @@ def test_several_encoders_are_named(run, tmp_path):
     several = shutil.copytree(run.path, tmp_path / "run")
     (several / "encoder.pt").rename(several / "encoder-even.pt")
     with pytest.raises(fedssl.InputError, match="has 1 encoders; load one of them with fedssl") as error:
-        fedssl.load(several).encoder  # noqa: B018
+        _ = fedssl.load(several).encoder
     call = str(error.value).partition("with ")[2]
     assert eval(call).feature_dim == run.encoder.feature_dim
     results = fedssl.load(several).evaluate(encoder=several / "encoder-even.pt", dataset="digits", dataset__limit=50)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.simulation.test_sweep import encoders, sequential, sweep  # noqa: F401
+from tests.simulation.test_sweep import encoders, sequential, sweep  # noqa: F401, a fixture
 
 LAUNCHERS = {"joblib": ("hydra_joblib_launcher", ["hydra.launcher.n_jobs=2"])}
 LAUNCHERS |= {"submitit_local": ("hydra_submitit_launcher", []), "ray": ("hydra_ray_launcher", [])}
@@ -27,7 +27,7 @@ def _rows(folder):
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_a_launcher_gives_the_results_of_a_sequential_sweep(sequential, tmp_path, name):  # noqa: F811
+def test_a_launcher_gives_the_results_of_a_sequential_sweep(sequential, tmp_path, name):  # noqa: F811, the fixture
     """Two of the four jobs are invalid. The others run, and the exit status is 1."""
     package, options = LAUNCHERS[name]
     require(package)
