@@ -35,6 +35,8 @@ from fedssl.fleet.device_files import (
     installed_kit,
     read_device,
     read_environment,
+    read_owner_config,
+    toml_value,
     write_files,
 )
 from fedssl.fleet.encoders import METRICS, NUM_IMAGES, encoder_quality, stored_encoders
@@ -69,8 +71,10 @@ def setup(options: argparse.Namespace) -> int:
     if "images" not in values:
         raise InputError("images=FOLDER is missing; name the folder of this device's images")
     kit, folder = read_kit(options.kit), _folder(values)
-    images = user_path(values["images"]).absolute()
-    states = user_path(values.get("states", folder / "states")).absolute()
+    images, kept = user_path(values["images"]).absolute(), read_owner_config(folder)
+    if "states" in values:
+        kept.pop("state-path", None)
+    states = user_path(str(values.get("states") or kept.get("state-path", folder / "states"))).absolute()
     for name, path in {"images": images, "folder": folder, "states": states}.items():
         _check_text(name, path)
     key = device_key(kit, folder)
@@ -79,7 +83,10 @@ def setup(options: argparse.Namespace) -> int:
     if not all(check.passed for check in checks):
         print("correct what failed, and repeat the command", file=sys.stderr)
         return 1
-    write_files(kit, folder, key=key, images=images, states=states)
+    write_files(kit, folder, key=key, images=images, states=states, owner_config=kept)
+    if kept:
+        entries = " ".join(f"{name}={toml_value(value)}" for name, value in kept.items())
+        print(sanitize(f"\nkept from {folder / 'node.env'}: {entries}"))
     _warn_of_readers(folder / KEY)
     if kit.private_key is not None:
         _warn_of_readers(options.kit)

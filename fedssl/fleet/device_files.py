@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shlex
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,6 +43,8 @@ minutes: 30 # of training, per round
 # corrupted_fraction: 0.2 # collude with the server
 # dropout_fraction: 0.2 # drop out
 """
+_FROM_SETUP = ("data-path", "client-name", "authority")  # entries that are always set anew
+_ENTRY = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")  # as Flower finds entries
 
 
 def device_key(kit: Kit, folder: Path) -> bytes:
@@ -59,8 +63,31 @@ def device_key(kit: Kit, folder: Path) -> bytes:
     return own
 
 
-def write_files(kit: Kit, folder: Path, *, key: bytes, images: Path, states: Path) -> None:
-    """Write key, certificate, limits and configuration; existing keys and limits are kept."""
+def read_owner_config(folder: Path) -> dict[str, Any]:
+    """Return the entries of ``NODE_CONFIG`` in ``node.env`` that `write_files` would not set; raises `InputError`."""
+    file, line = folder / "node.env", read_environment(folder).get("NODE_CONFIG", "")
+    try:
+        config = tomllib.loads(_ENTRY.sub(r"\1 = \2\n", line))
+        if not all(isinstance(value, str | int | float) for value in config.values()):
+            raise ValueError("a value is neither text nor a number, true or false")
+    except ValueError as error:
+        raise InputError(f"{file} has a NODE_CONFIG that is not valid ({error}); {_repair(file)}") from error
+    defaults = {"state-path": str(folder / "states"), "limits": str(folder / "limits.yaml")}
+    return {name: value for name, value in config.items() if name not in _FROM_SETUP and value != defaults.get(name)}
+
+
+def toml_value(value: Any) -> str:
+    """Return a string, number or truth value as Flower reads it in ``--node-config``."""
+    return _quote(value) if isinstance(value, str) else str(value).lower()
+
+
+def write_files(
+    kit: Kit, folder: Path, *, key: bytes, images: Path, states: Path, owner_config: Mapping[str, Any]
+) -> None:
+    """Write key, certificate, limits and configuration; existing keys and limits are kept.
+
+    ``owner_config`` are further entries of the configuration, as of `read_owner_config`.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (folder / KEY).exists():
@@ -74,13 +101,13 @@ def write_files(kit: Kit, folder: Path, *, key: bytes, images: Path, states: Pat
         device |= {"images": str(images), "states": str(states)}
         write_text(folder / "device.json", json.dumps(device, indent=2) + "\n")
         config = {
-            "data-path": images,
+            "data-path": str(images),
             "client-name": kit.name,
-            "state-path": states,
-            "limits": folder / "limits.yaml",
-            "authority": folder / "ca.crt",
+            "state-path": str(states),
+            "limits": str(folder / "limits.yaml"),
+            "authority": str(folder / "ca.crt"),
         }
-        line = " ".join(f"{name}={_quote(str(value))}" for name, value in config.items())
+        line = " ".join(f"{name}={toml_value(value)}" for name, value in {**config, **owner_config}.items())
         proxies = {name: value for name, value in sorted(os.environ.items()) if name.lower() in VARIABLES and value}
         _write_environment(folder / "node.env", {"SUPERLINK": kit.server, "NODE_CONFIG": line, **proxies})
     except OSError as error:
@@ -98,10 +125,11 @@ def command(folder: Path) -> str:
 
 def read_environment(folder: Path) -> dict[str, str]:
     """Return the variables in ``node.env``; raises `InputError`."""
+    file = folder / "node.env"
     try:
-        words = shlex.split(read_text(folder / "node.env") or "", comments=True)
+        words = shlex.split(read_text(file) or "", comments=True)
     except ValueError as error:  # an open quote
-        raise InputError(f"{folder / 'node.env'} is damaged ({error}); run fedssl-device setup again") from error
+        raise InputError(f"{file} is damaged ({error}); {_repair(file)}") from error
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 
@@ -133,6 +161,12 @@ def installed_kit(folder: Path, device: Mapping[str, Any]) -> Kit:
         raise InputError(
             f"{folder} has a damaged device.json or ca.crt ({error}); run fedssl-device setup again"
         ) from error
+
+
+def _repair(file: Path) -> str:
+    """Return how a damaged file becomes valid."""
+    move = f"mv {shlex.quote(str(file))} {shlex.quote(f'{file}.old')}"
+    return f"correct it, or run {move}, then run fedssl-device setup again"
 
 
 def _write_environment(file: Path, variables: Mapping[str, str]) -> None:

@@ -1,12 +1,13 @@
-"""Files of a device: keys that Flower does not accept, and paths that its configuration must quote."""
+"""Files of a device: keys that Flower does not accept, and a configuration that keeps the entries of its owner."""
 
 import subprocess
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from flwr.common.config import parse_config_args
 
-from fedssl.fleet.device_files import device_key
+from fedssl.fleet.device_files import device_key, read_device, read_environment
 from fedssl.fleet.kit import make_kit, new_private_key, write_kit
 
 RSA = rsa.generate_private_key(65537, 1024)
@@ -42,7 +43,7 @@ def folder(tmp_path):
 @pytest.fixture
 def setup(kit, device, images, folder, tmp_path):
     write_kit(kit, tmp_path / "a.kit")
-    return lambda: device("setup", tmp_path / "a.kit", f"images={images}", f"folder={folder}")
+    return lambda *more: device("setup", tmp_path / "a.kit", f"images={images}", f"folder={folder}", *more)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,52 @@ def test_the_stated_command_replaces_an_unusable_key(setup, kit, folder, make, r
     subprocess.run(command, shell=True, check=True)
     assert (folder / "node.key.old").read_bytes() == before
     assert device_key(kit, folder) == kit.private_key
+
+
+def node_config(folder):
+    """What Flower reads."""
+    return parse_config_args([read_environment(folder)["NODE_CONFIG"]])
+
+
+def add_entries(folder, entries):
+    file = folder / "node.env"
+    file.write_text(file.read_text().replace("NODE_CONFIG='", f"NODE_CONFIG='{entries} "))
+
+
+def test_a_repeated_setup_keeps_what_the_owner_added(setup, folder, tmp_path):
+    assert "kept" not in setup()[1]
+    default = node_config(folder)
+    assert "kept" not in setup()[1]
+    own = {"secure-aggregation-only": True, "max-rank": 4, "config-dir": "/my conf/ä\u0022b"}
+    add_entries(folder, 'secure-aggregation-only=true max-rank=4 config-dir="/my conf/ä\\u0022b"')
+    status, text = setup(f"states={tmp_path / 'disk'}")
+    assert status == 0
+    kept = 'secure-aggregation-only=true max-rank=4 config-dir="/my conf/ä\\u0022b"\n'
+    assert f"kept from {folder / 'node.env'}: {kept}" in text
+    assert node_config(folder) == default | own | {"state-path": str(tmp_path / "disk")}
+    assert f'kept from {folder / "node.env"}: state-path="{tmp_path / "disk"}" secure' in setup()[1]
+    assert read_device(folder)["states"] == node_config(folder)["state-path"] == str(tmp_path / "disk")
+    assert setup(f"states={folder / 'states'}")[0] == 0  # the command line wins
+    assert node_config(folder) == default | own
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("NODE_CONFIG='max-rank=4", "is damaged (No closing quotation)"),
+        ("NODE_CONFIG='max-rank=4 secure'", "has a NODE_CONFIG that is not valid (Expected '='"),
+        ("NODE_CONFIG=data-path=/x", "has a NODE_CONFIG that is not valid (Invalid value"),
+        ("NODE_CONFIG='max-rank=[4]'", "(a value is neither text nor a number, true or false)"),
+    ],
+)
+def test_the_stated_command_replaces_a_damaged_configuration(setup, folder, content, reason):
+    (folder / "node.env").write_text(content)
+    status, text = setup()
+    assert (status, reason in text) == (2, True), text
+    assert (folder / "node.env").read_text() == content
+    command = text.partition("correct it, or run ")[2].partition(", then run fedssl-device setup again")[0]
+    subprocess.run(command, shell=True, check=True)
+    assert setup()[0] == 0
 
 
 def test_a_folder_keeps_the_device_that_it_has(setup, kit, keys, device, images, folder, tmp_path):
