@@ -33,7 +33,7 @@ class Check:
     passed: bool = True
 
 
-def run_checks(kit: Kit, images: Path, folder: Path) -> Iterator[Check]:
+def run_checks(kit: Kit, images: Path, states: Path) -> Iterator[Check]:
     """Yield the checks of images, memory, disk, versions, connection and clock."""
     yield _check_images(images)
     memory = available_memory()
@@ -41,8 +41,8 @@ def run_checks(kit: Kit, images: Path, folder: Path) -> Iterator[Check]:
         yield Check("memory", "unknown on this system")
     else:
         yield Check("memory", f"{gigabytes(memory)} available", memory >= MIN_MEMORY)
-    free = free_space(folder)
-    yield Check("disk", f"{gigabytes(free)} free in {folder}", free >= MIN_DISK)
+    free = free_space(states)
+    yield Check("disk", f"{gigabytes(free)} free in {states}", free >= MIN_DISK)
     versions = installed_versions()
     problem = incompatibility(kit.versions)
     listed = ", ".join(f"{package} {version}" for package, version in versions.items())

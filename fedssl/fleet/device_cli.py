@@ -78,7 +78,7 @@ def setup(options: argparse.Namespace) -> int:
     for name, path in {"images": images, "folder": folder, "states": states}.items():
         _check_text(name, path)
     key = device_key(kit, folder)
-    checks = list(run_checks(kit, images, folder))
+    checks = list(run_checks(kit, images, states))
     print(_checks(checks))
     if not all(check.passed for check in checks):
         print("correct what failed, and repeat the command", file=sys.stderr)
@@ -105,8 +105,8 @@ def status(options: argparse.Namespace) -> int:
     device = read_device(folder)
     environment = read_environment(folder)
     os.environ.update({name: value for name, value in environment.items() if name.lower() in PROXY_VARIABLES})
-    checks = list(run_checks(installed_kit(folder, device), Path(device["images"]), folder))
     states = Path(device["states"])
+    checks = list(run_checks(installed_kit(folder, device), Path(device["images"]), states))
     _warn_of_readers(folder / KEY)
     print(f"{_checks(checks)}\n\n{_shared(folder)}\n\n{_budgets(folder, states)}\n\n{_history(states)}")
     return 0 if all(check.passed for check in checks) else 1
