@@ -88,23 +88,26 @@ def _check_connection(kit: Kit) -> Iterator[Check]:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.load_verify_locations(cadata=kit.certificate.decode("ascii"))
         with httpx.Client(verify=context, timeout=TIMEOUT) as client:
-            date = client.post(url).headers.get("Date")
+            response = client.post(url)
     except InputError as error:
         yield Check("connection", str(error), False)
         return
     except (httpx.TransportError, OSError) as error:
         yield Check("connection", _failure(kit.server, url, error), False)
         return
-    proxy = proxy_of(url)
-    yield Check(
-        "connection", f"{kit.server} answers{f' through {proxy}' if proxy else ''}, and its certificate is valid"
-    )
+    proxy, status = proxy_of(url), response.status_code
+    answer = f"{kit.server} answers{f' through {proxy}' if proxy else ''}"
+    if status < 500:
+        yield Check("connection", f"{answer}, and its certificate is valid")
+    else:
+        sentence = f"{answer} with status {status}: its SuperLink does not run; ask the operator to start it"
+        yield Check("connection", sentence, False)
     own = proxy_of("http://127.0.0.1")
     if own:
         remedy = f"run {exception_command('127.0.0.1')}"
         yield Check("proxy", f"{own} would receive the connections within this device (127.0.0.1); {remedy}", False)
-    if date is not None:
-        difference = time.time() - parsedate_to_datetime(date).timestamp()
+    if "Date" in response.headers:
+        difference = time.time() - parsedate_to_datetime(response.headers["Date"]).timestamp()
         result = f"{abs(difference):.0f} s {'ahead of' if difference > 0 else 'behind'} the server's"
         yield Check("clock", result, abs(difference) <= MAX_CLOCK_ERROR)
 

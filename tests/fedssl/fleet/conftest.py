@@ -36,7 +36,7 @@ def server(keys):
     """The address of a server that answers each request with 404, as nginx and the SuperLink do."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(keys / "server.crt", keys / "server.key")
-    http = ThreadingHTTPServer(("127.0.0.1", 0), _NotFound)
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
     http.socket = context.wrap_socket(http.socket, server_side=True, do_handshake_on_connect=False)
     with serving(http):
         yield f"127.0.0.1:{http.server_address[1]}"
@@ -53,9 +53,11 @@ def serving(http):
         http.server_close()
 
 
-class _NotFound(BaseHTTPRequestHandler):
+class Answer(BaseHTTPRequestHandler):
+    status = 404
+
     def do_POST(self):
-        self.send_error(404)
+        self.send_error(self.status)
 
     def log_message(self, *arguments):
         """Nothing is logged."""

@@ -1,4 +1,4 @@
-"""Checks of a device: of the disk with the states."""
+"""Checks of a device: of the disk with the states, and of a server without a SuperLink."""
 
 from types import SimpleNamespace
 
@@ -6,6 +6,7 @@ import pytest
 
 from fedssl.fleet import checks
 from fedssl.fleet.kit import make_kit, write_kit
+from tests.fedssl.fleet.conftest import Answer
 
 
 @pytest.fixture
@@ -26,3 +27,11 @@ def test_the_disk_of_the_states_is_checked(setup, device, tmp_path, monkeypatch)
     free[tmp_path / "disk"] = 10**8
     status, text = device("status", f"folder={tmp_path / 'device'}")
     assert (status, f"FAILED  100 MB free in {states}" in text) == (1, True), text
+
+
+@pytest.mark.parametrize(("answer", "passed"), [(404, True), (500, False), (502, False)])
+def test_a_server_without_a_superlink_fails(setup, monkeypatch, answer, passed):
+    monkeypatch.setattr(Answer, "status", answer)
+    status, text = setup()
+    sentence = f"answers with status {answer}: its SuperLink does not run; ask the operator to start it"
+    assert (status == 0, sentence not in text) == (passed, passed), text
