@@ -118,7 +118,8 @@ def command(folder: Path) -> str:
     """Return the command that starts the SuperNode of a device."""
     env = read_environment(folder)
     return (
-        f"flower-supernode --superlink {env['SUPERLINK']} --root-certificates {shlex.quote(str(folder / 'ca.crt'))} "
+        f"flower-supernode --superlink {shlex.quote(env['SUPERLINK'])} "
+        f"--root-certificates {shlex.quote(str(folder / 'ca.crt'))} "
         f"--auth-supernode-private-key {shlex.quote(str(folder / KEY))} --node-config {shlex.quote(env['NODE_CONFIG'])}"
     )
 

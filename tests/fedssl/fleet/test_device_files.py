@@ -1,5 +1,6 @@
 """Files of a device: keys that Flower does not accept, and a configuration that keeps the entries of its owner."""
 
+import re
 import subprocess
 
 import pytest
@@ -7,7 +8,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from flwr.common.config import parse_config_args
 
-from fedssl.fleet.device_files import device_key, read_device, read_environment
+from fedssl.fleet.device_files import command, device_key, read_device, read_environment
 from fedssl.fleet.kit import make_kit, new_private_key, write_kit
 
 RSA = rsa.generate_private_key(65537, 1024)
@@ -64,9 +65,9 @@ def test_the_stated_command_replaces_an_unusable_key(setup, kit, folder, make, r
     status, text = setup()
     assert (status, reason in text) == (2, True), text
     assert [file.name for file in folder.iterdir()] == ["node.key"]  # nothing was written
-    command = text.partition("run ")[2].partition(" and repeat the command: ")[0]
-    assert command.startswith("mv ")
-    subprocess.run(command, shell=True, check=True)
+    move = text.partition("run ")[2].partition(" and repeat the command: ")[0]
+    assert move.startswith("mv ")
+    subprocess.run(move, shell=True, check=True)
     assert (folder / "node.key.old").read_bytes() == before
     assert device_key(kit, folder) == kit.private_key
 
@@ -112,9 +113,16 @@ def test_the_stated_command_replaces_a_damaged_configuration(setup, folder, cont
     status, text = setup()
     assert (status, reason in text) == (2, True), text
     assert (folder / "node.env").read_text() == content
-    command = text.partition("correct it, or run ")[2].partition(", then run fedssl-device setup again")[0]
-    subprocess.run(command, shell=True, check=True)
+    move = text.partition("correct it, or run ")[2].partition(", then run fedssl-device setup again")[0]
+    subprocess.run(move, shell=True, check=True)
     assert setup()[0] == 0
+
+
+def test_the_command_has_quotes_around_ipv6_addresses(setup, folder):
+    setup()
+    file = folder / "node.env"
+    file.write_text(re.sub("SUPERLINK=.*", "SUPERLINK='[2001:db8::1]:443'", file.read_text()))
+    assert "--superlink '[2001:db8::1]:443' --root-" in command(folder)  # a pattern in zsh
 
 
 def test_a_folder_keeps_the_device_that_it_has(setup, kit, keys, device, images, folder, tmp_path):
