@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from fedssl.atomic_files import atomic_write, remove, round_file, saved_rounds, write_text
+from fedssl.atomic_files import atomic_write, remove, round_file, write_text
 from fedssl.config.overrides import check_run_id
 from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet.certificates import verify
@@ -58,13 +58,22 @@ def store_encoder(
         "model": delivery.model,
         "sha256": delivery.digest,
         "signed": authority is not None,
+        "delivery": 1 + max(map(_delivery_number, (states / FOLDER).glob("*/round-*.pt")), default=0),
     }
     atomic_write(round_file(folder, delivery.round), lambda stream: stream.write(delivery.content))
     write_text(round_file(folder, delivery.round, "json"), json.dumps(fields, indent=2) + "\n")
-    for round in saved_rounds(folder)[:-KEPT]:
-        remove(round_file(folder, round))
-        remove(round_file(folder, round, "json"))
+    for old in sorted(folder.glob("round-*.pt"), key=_delivery_number)[:-KEPT]:
+        remove(old)
+        remove(old.with_suffix(".json"))
     return round_file(folder, delivery.round)
+
+
+def _delivery_number(file: Path) -> int:
+    """Return the number of the delivery of an encoder file, which increases; 0 if it is unknown."""
+    try:
+        return int(json.loads(read_text(file.with_suffix(".json")) or "")["delivery"])
+    except (ValueError, KeyError, TypeError):
+        return 0
 
 
 def load_delivered(file: Path, folders: Sequence[Path] = ()) -> Any:
@@ -75,7 +84,7 @@ def load_delivered(file: Path, folders: Sequence[Path] = ()) -> Any:
 
 
 def stored_encoders(states: Path) -> list[tuple[Path, Mapping[str, Any]]]:
-    """Return the files of all stored encoders with their origin, the newest last. Damaged ones are left out."""
+    """Return the files of all stored encoders with their origin, the last delivered last, without damaged ones."""
     found = []
     for file in (states / FOLDER).glob("*/round-*.pt"):
         try:
@@ -88,7 +97,7 @@ def stored_encoders(states: Path) -> list[tuple[Path, Mapping[str, Any]]]:
         except (OSError, ValueError, KeyError, TypeError, InputError):
             continue
         found.append((file, fields))
-    return sorted(found, key=lambda pair: pair[0].stat().st_mtime)
+    return sorted(found, key=lambda pair: (_delivery_number(pair[0]), pair[0].stat().st_mtime))
 
 
 def encoder_quality(file: Path, images: Path, *, folders: Sequence[Path] = ()) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -172,6 +173,29 @@ def test_what_is_not_exactly_what_was_signed_is_refused(tmp_path, keys):
         content["encoder-config"][key] = value
         with pytest.raises(ValueError, match=reason):
             EncoderDelivery.from_content(content)
+
+
+def test_the_newest_encoder_is_the_last_delivered(tmp_path, keys, monkeypatch, capsys):
+    """A run was set back to round 5, and the clock was ahead before."""
+    good, states = make_delivery(tmp_path, keys), tmp_path / "new"
+    for run_id, round in (("old", 1), ("run", 8), ("run", 9), ("run", 6)):
+        file = store_encoder(replace(good, run_id=run_id, round=round), states, authority=None)
+        assert file.exists(), round
+        os.utime(file, (2e9 - round, 2e9 - round))
+    device = {"name": "a", "server": "x:1", "images": "", "states": str(states), "versions": {}}
+    (tmp_path / "device.json").write_text(json.dumps(device))
+    monkeypatch.setattr("sys.argv", ["fedssl-device", "encoder", f"folder={tmp_path}"])
+    capsys.readouterr()
+    assert device_cli.main() == 0
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:]] == [
+        ["old", "1"],
+        ["run", "9"],
+        ["run", "6"],
+    ]
+    fields = json.loads(file.with_suffix(".json").read_text())
+    del fields["delivery"]
+    file.with_suffix(".json").write_text(json.dumps(fields))
+    assert stored_encoders(states)[0][0] == file  # of a version without numbers
 
 
 @pytest.mark.parametrize(
