@@ -87,6 +87,20 @@ def load_signing_key(file: Path) -> EllipticCurvePrivateKey:
     return key
 
 
+def load_signing_certificate(file: Path, key: EllipticCurvePrivateKey) -> bytes:
+    """Return the certificate in a file; raises `InputError` unless it is valid now and of this key."""
+    name, remedy = "engine.signing_certificate", "set it to the file server.crt that deploy/keys.py wrote with that key"
+    try:
+        content = read_bytes(file, max_bytes=_MAX_BYTES)
+        certificate = x509.load_pem_x509_certificate(content)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{name}={file} cannot be read ({error}); {remedy}") from error
+    if certificate.public_key() != key.public_key():
+        raise InputError(f"{name}={file} is not the certificate of engine.signing_key; {remedy}")
+    check_validity(name, file, certificate.public_bytes(Encoding.PEM))  # devices check the first certificate only
+    return content
+
+
 def sign(text: bytes, key: EllipticCurvePrivateKey) -> bytes:
     """Return the signature of a text."""
     return key.sign(text, _ALGORITHM)

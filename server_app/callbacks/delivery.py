@@ -9,10 +9,10 @@ from flwr.serverapp import Grid
 
 from fedssl.config.settings import EngineSettings
 from fedssl.errors import InputError
-from fedssl.fleet.certificates import load_signing_key, sign
+from fedssl.fleet.certificates import load_signing_certificate, load_signing_key, sign
 from fedssl.fleet.encoders import METRICS, mean_quality
 from fedssl.logs import log
-from fedssl.safe_io import read_bytes, sanitize_line
+from fedssl.safe_io import sanitize_line
 from fedssl.schedule.phases import phase_at
 from fedssl.schedule.stages import set_active_stages
 from fedssl.wire.delivery import EncoderDelivery, read_quality
@@ -112,11 +112,5 @@ def load_signer(engine: EngineSettings) -> tuple[Signer, bytes]:
             raise InputError("engine.signing_key and engine.signing_certificate belong together; set both or none")
         return (lambda text: b""), b""
     key = load_signing_key(Path(engine.signing_key))
-    try:
-        certificate = read_bytes(Path(engine.signing_certificate), max_bytes=2**20)
-    except OSError as error:
-        raise InputError(
-            f"engine.signing_certificate={engine.signing_certificate} cannot be read ({error.strerror}); set it to the "
-            "file server.crt of deploy/keys.py"
-        ) from error
+    certificate = load_signing_certificate(Path(engine.signing_certificate), key)
     return (lambda text: sign(text, key)), certificate

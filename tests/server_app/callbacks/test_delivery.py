@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fedssl.config.settings import EngineSettings
 from fedssl.datasets import folder as image_folder
 from fedssl.datasets.raster import pixel_metadata
 from fedssl.encoders import conv_small
@@ -21,6 +22,7 @@ from fedssl.fleet.encoders import METRICS, encoder_quality, store_encoder, store
 from fedssl.fleet.history import read_history
 from fedssl.wire.delivery import EncoderDelivery
 from server_app import nodes
+from server_app.callbacks.delivery import load_signer
 from tests.devices import SMALL, Devices, context, run_server_app, write_images
 from tests.fleet import DEPLOY
 
@@ -207,6 +209,17 @@ def test_the_newest_encoder_is_the_last_delivered(tmp_path, keys, monkeypatch, c
             ["engine.signing_key={keys}/fleet/server.key", "engine.signing_certificate=/no"],
             "engine.signing_certificate=/no cannot be read",
         ),
+        *(
+            (
+                ["engine.signing_key={keys}/fleet/server.key", f"engine.signing_certificate={{keys}}/{file}"],
+                f"{file} {problem}.*; set it to the file server.crt that deploy/keys.py wrote with that key",
+            )
+            for file, problem in (
+                ("fleet/ca.crt", "is not the certificate of engine.signing_key"),
+                ("other/server.crt", "is not the certificate of engine.signing_key"),
+                ("fleet/server.key", "cannot be read"),
+            )
+        ),
     ],
 )
 def test_wrong_keys_are_rejected_before_training(tmp_path, keys, overrides, sentence):
@@ -225,5 +238,10 @@ def test_an_expired_certificate_is_refused(tmp_path, keys, monkeypatch):
             return later
 
     monkeypatch.setattr(datetime, "datetime", Later)
+    pair = {"signing_key": f"{keys}/fleet/server.key", "signing_certificate": f"{keys}/fleet/server.crt"}
+    with pytest.raises(
+        InputError, match=r"signing_certificate=.*server.crt is valid from .*; create a new certificate"
+    ):
+        load_signer(EngineSettings(name="deployment", **pair))
     with pytest.raises(RequestRefused, match="the certificate of its signature has expired"):
         store_encoder(good, tmp_path / "bad", authority=keys / "fleet" / "ca.crt")
