@@ -97,7 +97,7 @@ def federation_size(grid: Grid, *, timeout: float) -> int | None:
         error = error or reply
     if error:
         raise InputError(f"a client cannot start: {error}")
-    raise InputError(f"no SuperNode replied within {timeout:.0f} s; check their processes")
+    raise _no_reply(len(nodes), timeout=timeout)
 
 
 class ClientManager:
@@ -177,12 +177,25 @@ class ClientManager:
         self.clients = replace(clients, nodes={**offline, **clients.nodes})
 
 
+def _no_reply(num_nodes: int, *, timeout: float) -> InputError:
+    """Make the error for a federation without a reply, of which nobody knows whether its nodes are devices."""
+    status = "fedssl-fleet list shows the status of devices"
+    if not num_nodes:
+        return InputError(f"no SuperNode has connected within {timeout:.0f} s; start the SuperNodes ({status})")
+    return InputError(
+        f"none of {num_nodes} SuperNodes replied within {timeout:.0f} s; check their processes ({status}), or set a "
+        "longer reply_timeout"
+    )
+
+
 def _partition_directory(
     info: Mapping[int, NodeInfo], errors: Mapping[int, str], num_clients: int, *, timeout: float
 ) -> dict[int, int]:
     missing = [node for node, error in errors.items() if error == NO_REPLY]
     if failed := [error for error in errors.values() if error != NO_REPLY]:
         raise InputError(f"a client cannot start: {failed[0].removeprefix(FAILED)}")
+    if not info:
+        raise _no_reply(len(missing), timeout=timeout)
     if (size := len(info) + len(errors)) != num_clients:
         raise InputError(
             f"num_clients={num_clients} but the federation has {size} SuperNodes; "

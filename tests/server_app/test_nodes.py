@@ -65,7 +65,14 @@ def test_late_nodes_and_answers_are_waited_for(monkeypatch, caplog):
         ({"error": "no torch"}, r"a client cannot start: no torch"),
         ({"partition": lambda node: node // 2}, r"have the partitions \[0, 1\] but 0 to 2 are needed, each once"),
         ({"size": 2}, r"num_clients=3 but the federation has 2 SuperNodes"),
-        ({"there_after": 1000}, r"num_clients=3 but the federation has 0 SuperNodes"),
+        ({"there_after": 1000}, r"^no SuperNode has connected within 0 s; start the SuperNodes .fedssl-fleet list"),
+        *(
+            (
+                {"size": size, "silent": range(3)},
+                f"^none of {size} SuperNodes replied within 0 s; check their processes",
+            )
+            for size in (2, 3)
+        ),
     ],
 )
 def test_what_is_wrong_with_the_nodes(grid, message, monkeypatch):
