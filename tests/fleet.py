@@ -245,9 +245,8 @@ def fleet(*names: str) -> Iterator[Fleet]:
 def proxy(one: Fleet) -> Iterator[None]:
     """nginx with ``deploy/nginx.conf``, or what stands for it, on the public port of the fleet."""
     text = (DEPLOY / "nginx.conf").read_text().replace("/etc/fedssl", str(one.keys))
-    text = text.replace("127.0.0.1:8000", f"127.0.0.1:{one.port}").replace(
-        "listen 443", f"listen 127.0.0.1:{one.public}"
-    )
+    text = text.replace("127.0.0.1:8000", f"127.0.0.1:{one.port}")
+    text = text.replace("listen 443", f"listen 127.0.0.1:{one.public}").replace("listen [::]:443", "# without IPv6:")
     if shutil.which("nginx"):
         with nginx(text, one):
             yield

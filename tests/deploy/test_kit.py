@@ -129,3 +129,4 @@ def test_nginx_exposes_only_the_fleet_api():
     assert list(blocks) == ["/v1/fleet/", "/"]
     assert blocks["/"].split() == ["return", "403;"]
     assert text.count("proxy_pass") == 1
+    assert re.findall(r"listen (\S+) ssl;", text) == ["443", "[::]:443"]
