@@ -201,7 +201,7 @@ class EdgeClient:
         needed = bytes_per_value(self.data_path, data.reader.values) if is_sampled else 1
         local = {
             "path": str(self.data_path),
-            "cache": str(self.states / ".pictures"),
+            "cache": str(self.states / ".pictures" / self.name),
             "storage": "decoded" if needed <= allowed else "encoded",
         }
         reader = Component({**settings.data.reader.values, **ALL_IMAGES, **local})

@@ -24,6 +24,7 @@ from client_app.worker import ClientWorker, release_worker, worker_for
 from fedssl.config.load import parse_client_config, parse_client_images
 from fedssl.config.settings import ClientSettings
 from fedssl.datasets.base import forget_images, load_federated
+from fedssl.datasets.cache import delete_other_caches
 from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet.encoders import encoder_quality, store_encoder
 from fedssl.fleet.history import record
@@ -289,6 +290,9 @@ def _train_on_device(plan: TrainPlan, client: EdgeClient, on_step_start: StepHoo
 
     def train(worker: ClientWorker) -> ClientUpdate:
         client.check_rank(received_rank(worker.method, plan))
+        cache = load_federated(settings.data).folder  # of the images that the worker has loaded
+        if cache is not None:
+            delete_other_caches(cache)
         return worker.train(plan, client.number, folder, store=client.store, on_step_start=before_step)
 
     try:

@@ -13,6 +13,7 @@ with the same source split share one object, so that nothing is decoded twice.
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
@@ -49,6 +50,7 @@ class ImageData:
     warnings: tuple[str, ...] = ()  # such as unreadable files; logged by every process that loads the images
     failed_files: tuple[FilePath, ...] = ()  # that could not be read, and may be later
     origin: tuple[ImageIndex, np.ndarray] | None = None  # what was read, and the rows of its images; None if unknown
+    folder: Path | None = None  # of the cache that has the images; None if there is none
 
     def of(self, images: ImageSource, rows: torch.Tensor) -> Self:
         """Return ``images``, which are those at ``rows``, with all that is known about them."""

@@ -27,12 +27,15 @@ from fedssl.datasets.sample_checks import range_warnings
 from fedssl.datasets.storage import Storage
 from fedssl.datasets.stores import Pixels, Records
 from fedssl.digests import new_identity
+from fedssl.locks import is_locked
 from fedssl.logs import log
 from fedssl.machine.memory import available_memory, gigabytes
 
 MIN_SECONDS_TO_CACHE = 1.0  # estimated decoding time from which a file pays
+_ENCODED = "-encoded"  # suffix of the folder of images that stay encoded
 # Decoding time on one core, measured with images of 32 to 500 pixels: per image, and per encoded byte.
 _SECONDS_PER_IMAGE, _SECONDS_PER_BYTE = 1e-4, 5e-8
+_NAME = re.compile(rf"(.*-[0-9a-f]{{16}})({_ENCODED})?")  # of the folder of a cache
 _AUTO_SHARE = 2  # storage=auto decodes into at most one part in two of the available memory, and of the free disk
 
 
@@ -60,6 +63,7 @@ def read_images(index: ImageIndex, *, cache: str | None, storage: str) -> ImageD
         warnings=warnings,
         failed_files=stored.failed_files,
         origin=(index, readable),
+        folder=stored.folder,
     )
 
 
@@ -71,7 +75,7 @@ def _read(index: ImageIndex, *, cache: str | None, storage: str) -> tuple[ImageS
         return source, stored
     index = replace(index, decoding=index.decoding.with_found_dtype(index.sample(np.arange(index.count))))
     if storage == "encoded" or (storage == "auto" and not has_room(index.num_pixel_bytes, folder)):
-        stored = Records(index, None if folder is None else folder.with_name(f"{folder.name}-encoded"))
+        stored = Records(index, None if folder is None else folder.with_name(f"{folder.name}{_ENCODED}"))
         source = stored.read()
     else:
         stored = Pixels(index, folder)
@@ -121,3 +125,20 @@ def _folder(location: str, index: ImageIndex) -> Path | None:
         return None
     name = re.sub(r"[^-.0-9A-Za-z]+", "-", index.name)
     return cache_folder(location) / f"{name}-{hashed.hexdigest()[:16]}"
+
+
+def delete_other_caches(folder: Path) -> None:
+    """Delete the caches of other images beside this one, except those in which a process decodes; links are kept."""
+    for other in folder.parent.iterdir():
+        found = _NAME.fullmatch(other.name)
+        if found and not folder.name.startswith(found[1]) and not other.is_symlink() and not _is_in_use(other):
+            log.info("%s is deleted, since its images are not used", other)
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def _is_in_use(folder: Path) -> bool:
+    try:
+        with (folder / "lock").open("rb") as stream:
+            return is_locked(stream.fileno())
+    except OSError:  # there is no lock
+        return False

@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import fcntl
 import json
 import sys
 
@@ -14,6 +15,7 @@ from client_app.edge_client import EdgeClient, safe_error_message
 from client_app.simulated import MARKER_KEY
 from fedssl.config.device_task import read_task
 from fedssl.config.load import compose
+from fedssl.datasets import cache
 from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet import checks
 from fedssl.fleet.history import FILE
@@ -105,6 +107,24 @@ def test_all_images_below_its_folder_are_a_devices_images(plan, node, tmp_path):
     reply = ask(plan, context(**node))
     assert not reply.has_error(), reply.error.reason
     assert ClientUpdate.from_content(reply.content, 0).num_examples == 18
+
+
+def test_a_device_keeps_no_cache_of_earlier_images(plan, node, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "MIN_SECONDS_TO_CACHE", 0)
+    pictures, outside = tmp_path / "states" / ".pictures", tmp_path / "outside"
+    kept = [pictures / "a" / name for name in ("targets", "locked-0123456789abcdef", "link-0123456789abcdef-encoded")]
+    for folder in (outside, *kept[:2], pictures / "b" / "x-0123456789abcdef", pictures / "a" / "cut-0123456789abcdef"):
+        folder.mkdir(parents=True)
+        (folder / "lock").touch()
+    kept[2].symlink_to(outside)
+    with (kept[1] / "lock").open() as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        for round in (1, 2):
+            write_images(node["data_path"] / f"{round}", 1, seed=round)
+            assert not ask(changed(plan, round=round), context(**node)).has_error()
+    (current,) = set((pictures / "a").iterdir()) - set(kept)
+    assert (current / "about.npz").exists()
+    assert all((folder / "lock").exists() for folder in (*kept, pictures / "b" / "x-0123456789abcdef"))
 
 
 FULL = "seed: 0\nrun_id: x\naugmentation:\n  _target_: numpy.testing.runstring\n"

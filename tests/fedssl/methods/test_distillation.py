@@ -252,7 +252,7 @@ def test_a_new_process_of_a_device_reads_the_features(devices, tmp_path, monkeyp
         assert not reply.has_error(), reply.error.reason
         state, report = finish(one, [Message(reply.content, reply_to=one.messages[0])])
         assert (report.dropped, len(computed)) == ({}, 1), number
-    assert len(list((tmp_path / "states" / ".pictures" / "targets").iterdir())) == 1
+    assert len(list((tmp_path / "states" / ".pictures" / "a" / "targets").iterdir())) == 1
 
 
 @pytest.mark.parametrize("attempt", HOSTILE)
