@@ -32,7 +32,7 @@ from typing import ClassVar
 
 from client_app.limit_checks import check_settings
 from client_app.state_store import FILE_STORE, StateStore
-from fedssl.atomic_files import write_text
+from fedssl.atomic_files import remove_partial_files, write_text
 from fedssl.base_layers import stored_digests
 from fedssl.config.device_task import compose_task, read_task
 from fedssl.config.literal import user_path
@@ -44,6 +44,7 @@ from fedssl.datasets.raster import WIDEST
 from fedssl.datasets.sources import ALLOWED, NoImagesError
 from fedssl.errors import InputError, RequestRefused
 from fedssl.fleet.checks import free_space
+from fedssl.fleet.encoders import FOLDER as ENCODERS_FOLDER
 from fedssl.fleet.limits import Limits, read_limits
 from fedssl.logs import log
 from fedssl.machine.devices import select_device
@@ -163,6 +164,8 @@ class EdgeClient:
         """Return the settings for a task; raises `RequestRefused` for a task beyond the limits."""
         settings = self.accept(text)
         _bind_run_to_task(settings.states, text, folders=self.folders)
+        for folder in (self.state_folder(settings.states), self.states / BASE_FOLDER, self.states / ENCODERS_FOLDER):
+            remove_partial_files(folder, of_running=False)
         self.limits.check_start(self.states)
         return settings
 

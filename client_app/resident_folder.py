@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedssl.atomic_files import process_exists
+
 MAX_SOCKET_PATH = 100  # bytes; the kernel's limit is 103 (macOS) or 107 (Linux)
 SOCKET_NAME_LENGTH = 16
 _LENGTH_BYTES = 8  # of the length of a frame
@@ -67,7 +69,7 @@ class Supervisor:
 
     def is_alive(self) -> bool:
         if not self.start:
-            return _exists(self.pid)
+            return process_exists(self.pid)
         state, start = _state_and_start(self.pid)
         return start == self.start and state not in "ZX"  # not a zombie
 
@@ -109,16 +111,6 @@ def _is_own_folder(path: str) -> bool:
         return bool(path) and Path(path).is_absolute() and Path(path).stat().st_uid == os.getuid()
     except OSError:
         return False
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:

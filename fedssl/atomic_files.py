@@ -60,10 +60,26 @@ def fsync_file(file: Path) -> None:
         os.fsync(stream.fileno())
 
 
-def remove_partial_files(folder: Path) -> None:
-    """Remove incomplete files of killed processes from a folder and its subfolders; no process may be writing there."""
+def remove_partial_files(folder: Path, *, of_running: bool = True) -> None:
+    """Remove incomplete files of killed processes from a folder and its subfolders.
+
+    No process may be writing there, unless those of other processes that run are kept: ``of_running`` is false.
+    """
     for file in folder.rglob(f".*{_PARTIAL}"):
-        remove(file)
+        pid = file.name.split(".")[-2]
+        if of_running or not pid.isdecimal() or int(pid) == os.getpid() or not process_exists(int(pid)):
+            remove(file)
+
+
+def process_exists(pid: int) -> bool:
+    """Return whether there is a process of this id."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def reject_symlinks(folder: Path) -> None:

@@ -4,6 +4,7 @@ import copy
 import errno
 import fcntl
 import json
+import os
 import sys
 
 import numpy as np
@@ -125,6 +126,17 @@ def test_a_device_keeps_no_cache_of_earlier_images(plan, node, tmp_path, monkeyp
     (current,) = set((pictures / "a").iterdir()) - set(kept)
     assert (current / "about.npz").exists()
     assert all((folder / "lock").exists() for folder in (*kept, pictures / "b" / "x-0123456789abcdef"))
+
+
+def test_a_round_removes_partial_files_of_ended_processes(plan, node, tmp_path):
+    states, left = tmp_path / "states", ".round-000001.pt.99999999.partial"
+    for folder in ("mine/a", "base", "encoders/mine"):
+        (states / folder).mkdir(parents=True)
+        (states / folder / left).touch()
+    running = states / "mine" / "a" / f".round-000001.pt.{os.getppid()}.partial"
+    running.touch()
+    assert not ask(plan, context(**node)).has_error()
+    assert list(states.rglob("*.partial")) == [running]
 
 
 FULL = "seed: 0\nrun_id: x\naugmentation:\n  _target_: numpy.testing.runstring\n"

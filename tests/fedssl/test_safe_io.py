@@ -189,6 +189,11 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path):
         file.touch()
     remove_partial_files(tmp_path)
     assert sorted(file for file in tmp_path.rglob("*") if file.is_file()) == kept
+    running = tmp_path / f".a.txt.{os.getppid()}.partial"
+    for file in (running, tmp_path / ".a.txt.99999999.partial", tmp_path / f".a.txt.{os.getpid()}.partial"):
+        file.touch()
+    remove_partial_files(tmp_path, of_running=False)
+    assert sorted(file for file in tmp_path.rglob("*") if file.is_file()) == [running, *kept]
 
 
 def test_a_file_is_synced_before_it_has_its_name(tmp_path, monkeypatch):
