@@ -18,7 +18,8 @@ from fedssl.errors import shortened
 from fedssl.logs import log_once
 
 SUFFIXES = (".csv", ".tsv", ".jsonl")
-_ZERO_PADDED = re.compile(r"\s*0\d")  # of names, such as 01, which is not 1
+_NAME = re.compile(r"\s*-?0\d")  # such as 01, which is not 1
+_NAME_OR_INEXACT = re.compile(r"\s*(-?0\d|\d+[eE]\d+\s*$|-?\d{16})")  # 1e3 is not 1000; programs write 1e+03
 
 
 def manifest_table(file: Path) -> pa.Table:
@@ -106,14 +107,19 @@ def _table(file: Path, _modified: int) -> pa.Table:
 
 
 def _as_written(name: str, column: pa.ChunkedArray, texts: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a column, or its texts for dates and numbers with leading zeros; log words that count as missing."""
-    is_padded = pa.types.is_integer(column.type) and any(map(_ZERO_PADDED.match, texts.to_pylist()))
-    if is_padded or pa.types.is_temporal(column.type):
-        pairs = zip(texts.to_pylist(), column.to_pylist(), strict=True)
-        return pa.chunked_array([[None if value is None else text for text, value in pairs]])
-    if pa.types.is_string(column.type) and column.null_count:
-        words = [text for text, value in zip(texts.to_pylist(), column, strict=True) if not value.is_valid and text]
-        if words:
-            line = f"{name}: {len(words):,} values {', '.join(sorted(set(words)))} are read as missing; write names "
-            log_once(logging.WARNING, f"{line}differently")
-    return column
+    """Return a column of numbers or truth values, or else its texts, also for dates and names such as 01.
+
+    A blank cell of texts is an empty text. Words that are read as missing are logged.
+    """
+    kind = column.type
+    names = _NAME if pa.types.is_integer(kind) else _NAME_OR_INEXACT if pa.types.is_floating(kind) else None
+    if (pa.types.is_string(kind) and not column.null_count) or pa.types.is_boolean(kind):
+        return column
+    if names is not None and not any(map(names.match, texts.to_pylist())):
+        return column
+    cells = list(zip(texts.to_pylist(), column.is_valid().to_pylist(), strict=True))
+    words = [text for text, is_valid in cells if text and not is_valid]
+    if words and pa.types.is_string(kind):
+        line = f"{name}: {len(words):,} values {', '.join(sorted(set(words)))} are read as missing; write names "
+        log_once(logging.WARNING, f"{line}differently")
+    return pa.chunked_array([[text if is_valid or not text else None for text, is_valid in cells]], pa.string())

@@ -288,7 +288,7 @@ def _numbered(files: Sequence[Path], column: str, what: str) -> tuple[np.ndarray
         is_number = pa.types.is_integer(kind) or (pa.types.is_floating(kind) and not any(v and v % 1 for v in found))
         if not (is_number or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             raise InputError(f"{setting} is of type {kind}; a column of integers or strings is needed")
-        values += [int(value) if isinstance(value, float) else value for value in found]
+        values += [int(value) if isinstance(value, float) else None if value == "" else value for value in found]
     if None in values:
         raise InputError(
             f"{setting} has no value in {values.count(None)} of {len(values)} rows, first row {values.index(None)} of "

@@ -206,7 +206,7 @@ def image_column(file: Path) -> str:
     found = found or [name for name in schema.names if name.lower() in _PATH_COLUMNS]
     if len(found) != 1:
         texts = [name for name in found or schema.names if is_text(value_type(schema.field(name).type))]
-        named = [name for name in texts if names_image(next(iter(column_of(file, name).drop_null().to_pylist()), ""))]
+        named = [name for name in texts if names_image(next(filter(None, column_of(file, name).to_pylist()), ""))]
         found = named or found
     if len(found) != 1:
         has = f"several columns of images ({shortened(found)})" if found else "no column of images"

@@ -85,12 +85,23 @@ def test_labels_are_numbers_names_or_missing(images: Path, log_again: None, capl
         (["3.0", "", "1.0", "nan"], [3, -1, 1, -1], ()),
         (["b", "", "a", "NaN"], [1, -1, 0, -1], ("a", "b")),
         (["10", "", "02", "1"], [2, -1, 0, 1], ("02", "1", "10")),  # not the number 2
+        (["1E2", "", "2E1", "100"], [1, -1, 2, 0], ("100", "1E2", "2E1")),  # not the number 100
+        (["1e+00", "", "0.0", "2"], [1, -1, 0, 2], ()),
+        (["", "", "", ""], None, ()),
     ):
         rows = [f"{line},{label}" for line, label in zip(lines, written, strict=True)]
         data = read(images, "\n".join(["path,label", *rows]))
-        assert (data.labels.tolist(), data.classes) == (labels, classes)
+        assert (data.labels if data.labels is None else data.labels.tolist(), data.classes) == (labels, classes)
     assert "list.csv: label: 1 values NaN are read as missing; write names differently" in caplog.text
     assert read(images, "path\n" + "\n".join(lines)).labels is None
+
+
+@pytest.mark.parametrize("names", [("1234567890123456789012", "1234567890123456789013"), ("1e3", "1000"), ("01", "1")])
+def test_numbers_of_different_owners_stay_apart(images: Path, names: tuple[str, str]) -> None:
+    rows = "".join(f"my images/{number}.png,{names[number % 2]}\n" for number in range(4))
+    data = read(images, f"path,who\n{rows}", owner="who", group="who", label=None)
+    assert [data.owner_names[owner] for owner in data.owners] == [*names, *names]
+    assert len(data.groups.unique()) == 2
 
 
 def test_names_without_an_ending_are_completed(images: Path) -> None:
@@ -125,6 +136,7 @@ def test_missing_files_are_counted_and_may_be_skipped(images: Path) -> None:
     assert any("do not exist" in warning and "the others are used" in warning for warning in data.warnings)
     with pytest.raises(InputError, match=r"1 of the 1 image files .* or move the table to its images$"):
         read(images, "path,label\ngone.png,a\n", skip_missing=True)
+    assert first_pixels(read(images, "where,label\n,a\nmy images/1.png,b\n", skip_missing=True).images) == [10]
     (images / "list.csv").rename(images / "my images" / "list.csv")
     assert first_pixels(read(images / "my images", "path,label\n1.png,a\n").images) == [10]
 
@@ -246,8 +258,11 @@ def test_groups_of_given_splits_are_compared(images: Path) -> None:
     assert any("4 groups have images in the training and in test (1, 2, 3, 4)" in warning for warning in warnings)
     with pytest.raises(InputError, match=r"no column 'who' .*dataset\.group=null"):
         read(images, text, group="who")
-    with pytest.raises(InputError, match=r"dataset\.group=patient has no value in 1 of 2 .*give every image a group"):
-        read(images, "path,patient\nmy images/1.png,p\nmy images/2.png,\n", group="patient")
+    for patients in (("p", ""), ("", "7"), ("", "007")):
+        rows = "".join(f"my images/{number}.png,{patient}\n" for number, patient in enumerate(patients))
+        message = r"dataset\.group=patient has no value in 1 of 2 .*give every image a group"
+        with pytest.raises(InputError, match=message):
+            read(images, f"path,patient\n{rows}", group="patient")
 
 
 def test_a_parquet_file_of_paths(images: Path) -> None:

@@ -111,6 +111,22 @@ def test_csv_files_name_images_by_path_or_by_name(tmp_path: Path):
         read_csv(tmp_path, "id,x\nv1.0,1\nc.1,2\nc.2,3\n")
 
 
+@pytest.mark.parametrize("none", ["", '""'])
+def test_blank_cells_mean_no_label_in_every_csv_file(tmp_path: Path, none: str):
+    names = [f"{folder}/{name}.png" for folder in ("train", "test") for name in "abc"]
+    images_in_folders(tmp_path, *names)
+    tags = ["Mass|Nodule", none, "NA", "Nodule", none, "Mass"]
+    rows = [f"{name},{tag},{name.partition('/')[0]}\n" for name, tag in zip(names, tags, strict=True)]
+    (tmp_path / "list.csv").write_text("path,tags,split\n" + "".join(rows))
+    for path, file in ((tmp_path / "list.csv", None), (tmp_path, str(tmp_path / "list.csv"))):
+        data = settings_of("folder", path=str(path), size=4, label=None, folders="none")
+        subject = make_evaluation_input(None, data, device=torch.device("cpu"), needs_labels=False)
+        result = read_targets(subject, columns=["tags"], file=file, convert=as_labels)
+        places = [result.names.index(name) for name in ("Mass", "Nodule")]
+        np.testing.assert_array_equal(result.train[:, places], [[1, 1], [0, 0], [NAN if file is None else 0] * 2])
+        np.testing.assert_array_equal(result.test[:, places], [[0, 1], [0, 0], [1, 0]])
+
+
 @pytest.mark.parametrize(
     ("text", "columns", "message"),
     [
