@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from fedssl.datasets.column_types import is_bytes, is_text
 from fedssl.datasets.holdout import NO_LABEL
+from fedssl.datasets.shards import is_shard
 from fedssl.datasets.tables import column_of, num_rows, schema_of
 from fedssl.errors import InputError, shortened
 from fedssl.logs import log_once
@@ -53,6 +54,8 @@ def read_labels(
     if column is None:
         return np.full(sum(num_rows(file) for file in files), NO_LABEL), ()
     columns = {file: _read(file, column) for file in sorted({*files, *data_set})}  # one order for all splits
+    if any(part.names for part in columns.values()):  # in a shard beside, all names may be numbers
+        columns = {file: _by_name(part) if is_shard(file) else part for file, part in columns.items()}
     labels, classes = joined(columns, column)
     return np.concatenate([labels[file] for file in files]), classes
 
@@ -114,7 +117,9 @@ def _renumbered(part: LabelColumn, classes: Sequence[str]) -> np.ndarray:
 
 
 def _by_name(part: LabelColumn) -> LabelColumn:
-    """Return class numbers as names."""
+    """Return class numbers as names, unless they have names."""
+    if part.names is not None:
+        return part
     distinct, values = np.unique(part.values[part.values >= 0], return_inverse=True)
     labels = np.full(len(part.values), NO_LABEL)
     labels[part.values >= 0] = values

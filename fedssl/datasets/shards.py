@@ -1,9 +1,10 @@
 """Tar shards of WebDataset as tables: one row per sample, whose files have names that begin with its key.
 
 ``n01/0001.jpg`` and ``n01/0001.cls`` are the sample ``n01/0001``. Its images are read where they are in the file, and
-its small texts (`_TEXTS`) become columns, as do other values of a ``json``. If a folder of the keys names a split, it
-is the column ``split``, and ``folder`` has the folders below it. Nothing is extracted or unpickled, and links
-and other special members are left out, so that the names of members have no effect on the file system.
+its small texts (`_TEXTS`) become columns, as do other values of a ``json``. An integer is a number,
+unless it has leading zeros or is a text of a ``json``. If a folder of the keys names a split, it is the column
+``split``, and ``folder`` has the folders below it. Nothing is extracted or unpickled, and links and other special
+members are left out, so that the names of members have no effect on the file system.
 
 Shards of gzip are decompressed from their start, once for the index and once for the images, up to `_EXPANSION` times
 their size.
@@ -12,6 +13,7 @@ their size.
 import gzip
 import json
 import logging
+import re
 import sys
 import tarfile
 import zlib
@@ -31,6 +33,7 @@ from fedssl.logs import log_once
 KEY = "__key__"  # column of the names of samples
 ANY_IMAGE = "__image__"  # column of the images of all endings, if no sample has two
 PLACE = pa.struct([("offset", pa.int64()), ("length", pa.int64())])  # of an image in the file
+_INTEGER = re.compile("0|-?[1-9][0-9]{0,17}")  # in 64 bits, and written as `str` does
 _TEXTS = ("json", "cls", "txt", "id", "label")  # later ones replace values of the same name
 _MAX_TEXT, _MAX_ENDINGS = 2**20, 64
 SUFFIXES = (".tar", *(_GZIP := (".tar.gz", ".tgz")))
@@ -159,7 +162,7 @@ def _rows(
         row |= {name: {"offset": members[name].offset_data, "length": members[name].size} for name in images}
         for name in filter(members.__contains__, _TEXTS):
             text = texts[members[name].offset_data].decode(errors="replace").strip()
-            row |= _scalars(text) if name == "json" else {name: text}
+            row |= _scalars(text) if name == "json" else {name: int(text) if _INTEGER.fullmatch(text) else text}
         if "label" not in row and "cls" in row:
             row["label"] = row["cls"]
         row |= {ANY_IMAGE: row[images[0]]} if images else {}
@@ -182,11 +185,9 @@ def _is_image(ending: str) -> bool:
 
 
 def _column(values: list[Any]) -> pa.Array:
-    """Return a column of places, of integers if all texts are, or of texts."""
+    """Return a column of places, of values of one type, or of texts."""
     if any(isinstance(value, dict) for value in values):
         return pa.array(values, PLACE)
-    if all(value is None or (str(value).isascii() and str(value).removeprefix("-").isdigit()) for value in values):
-        values = [None if value is None else int(value) for value in values]
     try:
         return pa.array(values)
     except (pa.ArrowException, OverflowError):

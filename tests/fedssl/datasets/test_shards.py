@@ -86,6 +86,22 @@ def test_labels_and_groups_of_a_json(tmp_path: Path) -> None:
     assert ([data.classes[label] for label in data.labels], data.groups.tolist()) == (["cat", "dog", "cat"], [0, 1, 0])
 
 
+def test_names_of_digits_stay_apart_in_all_shards(tmp_path: Path) -> None:
+    patients = [["007", "8", 9], ["P1", "007", "7"]]
+    for number, part in enumerate(patients):
+        members = {}
+        for row, patient in enumerate(part):
+            name = f"{number:02}/{number}{row}."
+            members |= {f"{name}png": png(make_image(row)), f"{name}json": json.dumps({"patient": patient}).encode()}
+            members[f"{name}cls"] = b"01" if (number, row) == (0, 1) else b"1"
+        shard(tmp_path / f"train-{number}.tar", members)
+    data = read(tmp_path, owner="patient")
+    assert [data.owner_names[owner] for owner in data.owners] == ["007", "8", "9", "P1", "007", "7"]
+    assert [data.classes[label] for label in data.labels] == ["1", "01", "1", "1", "1", "1"]
+    data = read(tmp_path, label="folder", group="folder", held_out="P1", owner="patient")
+    assert (data.classes, data.labels.tolist()) == (("00", "01"), [0, 0, 0, 1, 1])
+
+
 def test_several_images_of_a_sample_need_a_choice(tmp_path: Path) -> None:
     members = {"1.png": png(make_image(1)), "1.seg.png": png(make_image(90)), "2.png": png(make_image(2))}
     shard(tmp_path / "train.tar", members)
