@@ -8,9 +8,10 @@ every file system.
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from fedssl.datasets.formats import DICOM_DIRECTORY, DICOM_SUFFIX, DOUBLE_SUFFIXES, is_dicom, is_zarr
@@ -21,6 +22,7 @@ HIDDEN_NAMES = {"__macosx", "__pycache__", "thumbs.db", "ehthumbs.db", "desktop.
 HIDDEN_NAMES |= {"system volume information", "lost+found", "@eadir", "@tmp", "@recycle", "@recently-snapshot"}
 HIDDEN_NAMES |= {"#recycle", "#snapshot"}
 _MAX_ENDINGS = 5  # named in a line
+_ALL = ("**", "*")  # pattern of all files
 
 _Identity = tuple[int, int]  # device and inode
 
@@ -76,12 +78,13 @@ class Listing:
         return ", ".join([*named, f"{rest} more endings"] if rest > 0 else named)
 
 
-def list_files(root: Path, suffixes: Collection[str]) -> Listing:
-    """List the files below a folder whose names end in one of ``suffixes``, in any case.
+def list_files(root: Path, suffixes: Collection[str] | None, *, pattern: Sequence[str] = _ALL) -> Listing:
+    """List the files below a folder whose names end in one of ``suffixes``, in any case; None: in anything.
 
-    Raise an `InputError` for a folder that cannot be read.
+    Their paths match the parts of a ``pattern``, where ``**`` is any number of folders. Raise an `InputError` for a
+    folder that cannot be read.
     """
-    return _Walk(str(root), frozenset(suffixes)).run()
+    return _Walk(str(root), None if suffixes is None else frozenset(suffixes), tuple(pattern)).run()
 
 
 def is_folder(path: Path) -> bool:
@@ -121,8 +124,8 @@ def ending_by_content(path: str) -> str:
 class _Walk:
     """A walk through a folder: first without links, then through each linked folder."""
 
-    def __init__(self, root: str, suffixes: frozenset[str]) -> None:
-        self._listing, self._suffixes = Listing(root), suffixes
+    def __init__(self, root: str, suffixes: frozenset[str] | None, pattern: tuple[str, ...]) -> None:
+        self._listing, self._suffixes, self._pattern = Listing(root), suffixes, pattern
         self._linked_files = set[str]()  # paths of files that are links
         self._links = deque[str]()  # linked folders, not visited yet
         self._visited = {_identity(str(parent)) for parent in Path(root).resolve().parents}
@@ -154,17 +157,20 @@ class _Walk:
 
     def _add_entries(self, folder: str) -> Iterator[str]:
         """Add the files of a folder and yield the paths of its subfolders, in the order of their names."""
-        is_file, links = dict[str, bool](), set[str]()
+        is_file, links, parents = dict[str, bool](), set[str](), tuple(filter(None, folder.split("/")))
         with self._reading(folder) as absolute, os.scandir(absolute) as entries:
             for entry in entries:
                 if self._is_broken_or_hidden(entry):
                     continue
+                ending = ending_by_content(entry.path)
+                is_folder = entry.is_dir() and ending != ".zarr"
+                if not _matches((*parents, entry.name), self._pattern, is_folder=is_folder):
+                    continue
                 if entry.is_symlink():
                     links.add(entry.name)
-                ending = ending_by_content(entry.path)
-                if entry.is_dir() and ending != ".zarr":
+                if is_folder:
                     is_file[entry.name] = False
-                elif (entry.is_file() or entry.is_dir()) and ending in self._suffixes:
+                elif (entry.is_file() or entry.is_dir()) and (self._suffixes is None or ending in self._suffixes):
                     is_file[entry.name] = True
                 else:
                     self._listing.ignored[ending] += 1
@@ -210,6 +216,18 @@ class _Walk:
         except OSError as error:
             remedy = "allow reading it" if not folder else f"allow reading it, or move it out of {self._listing.root}"
             raise InputError(f"{absolute} cannot be read ({error.strerror}); {remedy}") from error
+
+
+def _matches(parts: tuple[str, ...], pattern: tuple[str, ...], *, is_folder: bool) -> bool:
+    """Return whether the path of a file matches a pattern; or that of a folder, whether files below may match."""
+    if parts and pattern == _ALL:  # most often
+        return True
+    if not parts or not pattern:
+        return not parts and is_folder == bool(pattern)
+    if pattern[0] == "**":
+        rest = _matches(parts, pattern[1:], is_folder=is_folder)
+        return rest or _matches(parts[1:], pattern, is_folder=is_folder)
+    return fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:], is_folder=is_folder)
 
 
 def _has(check: Callable[[], bool]) -> bool:

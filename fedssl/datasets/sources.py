@@ -148,6 +148,13 @@ def _matches(pattern: Path, base: Path) -> list[Path]:
         return [pattern]
     relative = pattern.relative_to(base)
     hidden = sum(map(is_hidden, relative.parts))
+    in_zarr = ".zarr" in map(ending_of, relative.parts[:-1])
+    if "**" in relative.parts and is_folder(base) and not (hidden or in_zarr):  # `Path.glob` follows no links in it
+        listing = list_files(base, None, pattern=relative.parts)
+        if listing.repeated:
+            line = f"{pattern}: ignored links to what is listed already: {shortened(listing.repeated)}"
+            log_once(logging.INFO, line)
+        return [base / path for path in listing.paths]
     try:
         found = list(base.glob(str(relative)))
     except (OSError, ValueError):  # a name above 255 bytes; no pattern, e.g. *** in some versions of Python

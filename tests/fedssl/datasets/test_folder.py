@@ -189,6 +189,28 @@ def test_a_fifth_of_every_class_is_held_out(tmp_path: Path) -> None:
         assert (image_data.images[:][:, 0, 0, 0] // 10).tolist() == image_data.owners.tolist()
 
 
+@pytest.mark.parametrize(
+    ("pattern", "pixels"),
+    [
+        ("**/*.png", [1, 2, 3]),
+        ("*/**/*.png", [1, 2, 3]),
+        ("{**/1.png,d*/**/*}", [1, 2, 3]),
+        ("**/sub/?.*", [3]),
+        ("{cat,dog}", [1, 2, 3]),
+        ("**/dog/*.png", [2]),
+    ],
+)
+def test_patterns_follow_links_to_folders_once(tmp_path: Path, pattern: str, pixels: list[int]) -> None:
+    root = tmp_path / "data"
+    for number, name in enumerate(("data/cat/1.png", "disk/2.png", "disk/sub/3.png"), start=1):
+        write(tmp_path / name, make_image(number))
+    for link, target in {"dog": tmp_path / "disk", "ape": root / "cat", "cat/loop": root}.items():
+        (root / link).symlink_to(target)
+    data = load_split(own(root / pattern, test_fraction=0), "train")
+    assert first_pixels(data.images) == pixels
+    assert data.classes == (("cat", "dog") if len(pixels) > 1 else ())
+
+
 PATTERNS = ["{train,val}/*/*.png", "{train,val}", "{train,val}/{cat,dog}/{1..2}.png", "{train/{cat,dog},val/*}/*.png"]
 
 
