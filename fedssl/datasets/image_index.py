@@ -18,10 +18,13 @@ from fedssl.datasets.formats import is_zarr
 from fedssl.datasets.sample_checks import SAMPLE
 from fedssl.digests import identity, new_identity
 from fedssl.errors import InputError, sanitize
+from fedssl.machine.process import max_open_files
 from fedssl.safe_io import FilePath
 
 _MAX_LISTED = 5  # images listed in a warning
 FOLDER = "folder"  # value of dataset.group: the folder of a file is its group
+_OPEN_SHARE = 0.5  # of the files that this process may open: those with images that stay open
+_open_descriptors = set[int]()
 BATCH = 16  # images per task of a decoding thread; small, since images may be large
 
 
@@ -168,22 +171,56 @@ class RecordSequence(Sequence[bytes], ABC):
         return [self.read(row) for row in range(len(self))[index]] if isinstance(index, slice) else self.read(index)
 
 
+class OpenFiles:
+    """Files that stay open, so that a replaced file does not change what is read.
+
+    Those beyond `_OPEN_SHARE` of what this process may open are opened for each read, with an error if they were
+    changed. Reading, in place of a mapping, returns an error where a mapped file that was cut would end the process.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self._descriptors: list[int] = []
+        weakref.finalize(self, _close, self._descriptors)
+        for _, file in zip(range(int(_OPEN_SHARE * max_open_files()) - len(_open_descriptors)), files, strict=False):
+            self._descriptors.append(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+            _open_descriptors.add(self._descriptors[-1])
+        self._stamps = [_stamp(file.stat()) for file in files[len(self._descriptors) :]]
+
+    def read(self, number: int, length: int, offset: int) -> bytes:
+        """Read bytes of a file; an OSError if it has been cut, or changed since it was closed."""
+        closed = number - len(self._descriptors)
+        if closed < 0:
+            content = os.pread(self._descriptors[number], length, offset)
+        else:
+            with self._files[number].open("rb", buffering=0) as stream:
+                if _stamp(os.fstat(stream.fileno())) != self._stamps[closed]:
+                    raise OSError(0, f"{self._files[number].name} has been changed")
+                content = os.pread(stream.fileno(), length, offset)
+        if len(content) != length:
+            raise OSError(0, f"{self._files[number].name} has been cut")
+        return content
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        _open_descriptors.discard(descriptor)
+        os.close(descriptor)
+
+
 class FileRecords(RecordSequence):
     """Byte strings in files, read when they are used.
 
-    The files stay open, so that a replaced file does not change them. Reading, in place of a mapping, returns an error
-    where a mapped file that was cut would end the process. ``file_numbers``, ``offsets`` and ``lengths``, ``(n,)``, are
-    the index of each record's file, its first byte and its number of bytes.
+    ``file_numbers``, ``offsets`` and ``lengths``, ``(n,)``, are the index of each record's file, its first byte and its
+    number of bytes.
     """
 
-    def __init__(
-        self, files: Sequence[Path], file_numbers: np.ndarray, offsets: np.ndarray, lengths: np.ndarray
-    ) -> None:
+    def __init__(self, files: OpenFiles, file_numbers: np.ndarray, offsets: np.ndarray, lengths: np.ndarray) -> None:
         self._files, self._file_numbers, self._offsets, self._lengths = files, file_numbers, offsets, lengths
-        self._descriptors: list[int] = []
-        weakref.finalize(self, _close, self._descriptors)
-        for file in files:
-            self._descriptors.append(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
 
     def at(self, rows: np.ndarray) -> "FileRecords":
         return FileRecords(self._files, self._file_numbers[rows], self._offsets[rows], self._lengths[rows])
@@ -193,16 +230,7 @@ class FileRecords(RecordSequence):
 
     def read(self, index: int) -> bytes:
         """Read an encoded image; an OSError if its file has been cut."""
-        number, length = int(self._file_numbers[index]), int(self._lengths[index])
-        content = os.pread(self._descriptors[number], length, int(self._offsets[index]))
-        if len(content) != length:
-            raise OSError(0, f"{self._files[number].name} has been cut")
-        return content
-
-
-def _close(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+        return self._files.read(int(self._file_numbers[index]), int(self._lengths[index]), int(self._offsets[index]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ import torch
 
 from fedssl.atomic_files import fsync_folder, map_file
 from fedssl.datasets.decoding import Bands, Encoded, Page
-from fedssl.datasets.image_index import FileRecords, ImageIndex
+from fedssl.datasets.image_index import FileRecords, ImageIndex, OpenFiles
 from fedssl.datasets.images import EncodedImages, MappedImages, TensorImages
 from fedssl.datasets.pages import max_file_bytes
 from fedssl.datasets.raster import torch_dtype
@@ -222,7 +222,7 @@ class Records(Storage):
             if columns["stamp"].tolist() != stamp(pack):
                 raise ValueError("its pack has been changed")
             ends = np.cumsum(sizes, dtype=np.int64)
-            records = FileRecords([pack], np.broadcast_to(0, len(sizes)), ends - sizes, sizes)
+            records = FileRecords(OpenFiles([pack]), np.broadcast_to(0, len(sizes)), ends - sizes, sizes)
         if not self.count == int(columns["count"]) == len(records):
             raise ValueError("it has another number of images")
         return self._images(records)

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from fedssl.datasets.column_types import array_dtype, is_byte_list, is_bytes, is_text, value_type
 from fedssl.datasets.decoding import Encoded
-from fedssl.datasets.image_index import FileRecords
+from fedssl.datasets.image_index import FileRecords, OpenFiles
 from fedssl.datasets.manifest import SUFFIXES as MANIFEST_SUFFIXES
 from fedssl.datasets.manifest import found_below, manifest_table, named_file, names_image
 from fedssl.datasets.npy import npy_bytes
@@ -151,7 +151,7 @@ def arrow_records(files: Sequence[Path], column: str, rows: np.ndarray) -> FileR
     offsets, lengths = (np.concatenate(parts) for parts in zip(*filter(None, places), strict=True))
     counts = [len(place[0]) for place in places if place is not None]
     file_numbers = np.repeat(np.arange(len(files), dtype=np.int32), counts)
-    return FileRecords(files, file_numbers[rows], offsets[rows], lengths[rows])
+    return FileRecords(OpenFiles(files), file_numbers[rows], offsets[rows], lengths[rows])
 
 
 def _places(file: Path, column: str) -> tuple[np.ndarray, np.ndarray] | None:

@@ -49,6 +49,14 @@ def _cpu_quotas() -> Iterator[float]:
                 yield quota / period
 
 
+def max_open_files() -> int:
+    """Return how many files this process may open at a time; requires Linux or macOS."""
+    import resource  # here: Windows has none
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
+
+
 def process_age() -> float:
     """Return the seconds since the start of this process; 0 if unknown (not Linux)."""
     try:

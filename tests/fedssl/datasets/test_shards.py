@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import resource
 import subprocess
 import sys
 import tarfile
@@ -100,6 +101,22 @@ def test_names_of_digits_stay_apart_in_all_shards(tmp_path: Path) -> None:
     assert [data.classes[label] for label in data.labels] == ["1", "01", "1", "1", "1", "1"]
     data = read(tmp_path, label="folder", group="folder", held_out="P1", owner="patient")
     assert (data.classes, data.labels.tolist()) == (("00", "01"), [0, 0, 0, 1, 1])
+
+
+@pytest.mark.parametrize("storage", ["decoded", "encoded"])
+def test_more_shards_are_read_than_may_be_open(tmp_path: Path, storage: str) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = 2 * len([*Path("/dev/fd").iterdir()]) + 30
+    for number in range(allowed + 1):
+        shard(tmp_path / f"train-{number:04}.tar", samples(number % 200))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, limits[1]))
+    try:
+        data = read(tmp_path, storage=storage, test_fraction=0.5)
+        pixels = first_pixels(data.images)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    test = read(tmp_path, "test", test_fraction=0.5)
+    assert sorted(pixels + first_pixels(test.images)) == sorted(number % 200 for number in range(allowed + 1))
 
 
 def test_several_images_of_a_sample_need_a_choice(tmp_path: Path) -> None:

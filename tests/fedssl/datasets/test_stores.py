@@ -66,12 +66,15 @@ def test_what_is_damaged_is_made_again(tmp_path, reads, caplog, kind, kept_as, n
     assert ("is damaged" in caplog.text) == (damage is not Path.unlink)
 
 
-@pytest.mark.parametrize("kind", ["folder", "arrow file"])
-def test_a_source_cut_during_a_run_is_one_sentence(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "damage", "share"), [("folder", cut, 0.5), ("arrow file", cut, 0.5), ("arrow file", flip, 0)]
+)
+def test_a_source_changed_during_a_run_is_one_sentence(tmp_path, monkeypatch, kind, damage, share):
+    monkeypatch.setattr(image_index, "_OPEN_SHARE", share)
     write(tmp_path / "data", kind)
     images = load(tmp_path / "data", kind, None, storage="encoded", test_fraction=0).images
     for file in (tmp_path / "data").rglob("*.jpg" if kind == "folder" else "*.arrow"):
-        cut(file)
+        damage(file)
     sentence = (
         r"image \d+ of the data set was readable and is no longer \(.*\); start again, and do not change the files"
     )
