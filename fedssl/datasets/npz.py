@@ -238,6 +238,8 @@ def _header(archive: NpzFile, name: str) -> tuple[tuple[int, ...], np.dtype]:
 def _load(archive: NpzFile, name: str, *, file: Path) -> np.ndarray:
     """Read an array that fits into the memory; its header is read first."""
     shape, dtype = _header(archive, name)
+    if dtype.hasobject:
+        raise InputError(f"{file}: {name} holds Python objects, which are not loaded; save it with {name}.astype(str)")
     needed, free = dtype.itemsize * int(np.prod(shape, dtype=object)), available_memory()
     if free is not None and _SHARE * needed > free:
         raise InputError(
