@@ -6,10 +6,12 @@ A file belongs to the split that its name, or else the nearest folder below the 
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
-from fedssl.datasets.image_index import Query
+from fedssl.datasets.image_index import ImageIndex, Query
 from fedssl.datasets.sources import Source
 from fedssl.datasets.splits import HELD_OUT, chosen_parts, shard_of, split_of, split_of_word
 from fedssl.errors import InputError, shortened
@@ -47,6 +49,24 @@ def split_files(source: Source, query: Query) -> tuple[list[Path], bool]:
         line = f"not used, because the names are of no split: {_sorted_names(unnamed.values())}"
         log_once(logging.INFO, f"{source.path}: {line}")
     return sorted(files), shared
+
+
+def labeled_test(query: Query, read: Callable[[Query], ImageIndex | None]) -> ImageIndex | None:
+    """Return the images of a split, or, in place of a test without labels, those of a validation with labels."""
+    index = read(query)
+    if query.split != "test" or query.label is None or index is None:
+        return index
+    if not (index.shared or _has_labels(index)):
+        with suppress(InputError):  # there is no such split
+            validation = read(replace(query, split="validation"))
+            if validation is not None and _has_labels(validation):
+                log_once(logging.INFO, f"{query.name}: the validation serves as the test, which has no labels")
+                return validation
+    return index
+
+
+def _has_labels(index: ImageIndex) -> bool:
+    return index.labels is not None and bool((index.labels >= 0).any())
 
 
 def split_in(name: str) -> str | None:

@@ -6,7 +6,7 @@ a column of text are files.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from fedssl.datasets.listing import ending_of, is_file
 from fedssl.datasets.page_index import with_pages
 from fedssl.datasets.shards import KEY, is_shard, stored_images
 from fedssl.datasets.sources import Source
-from fedssl.datasets.split_files import split_files
+from fedssl.datasets.split_files import labeled_test, split_files
 from fedssl.datasets.splits import HELD_OUT, chosen_parts, split_of, split_of_word
 from fedssl.datasets.tables import (
     arrow_records,
@@ -66,7 +66,11 @@ def index_tables(source: Source, query: Query) -> ImageIndex | None:
         raise InputError(f"{source.path} has no row with an image; check {source.setting}")
     columns: dict[str, Any] = {name: column for name in _COLUMNS_OF_QUERY if (column := vars(query)[name]) is not None}
     columns |= {name: as_written(files, column) for name, column in columns.items()}
-    query = replace(query, **columns)
+    return labeled_test(replace(query, **columns), partial(_index_split, source, files))
+
+
+def _index_split(source: Source, files: Sequence[Path], query: Query) -> ImageIndex | None:
+    """Return the rows of a split by a column, or by the names of files; None if none is of the test."""
     column = query.split_column if query.split_folders is not False else None
     if column is not None and all(column in schema_of(file).names for file in files):
         return _index_by_column(source, files, query, column)
@@ -101,6 +105,10 @@ def index_hub(hub: str, query: Query) -> ImageIndex | None:
             f"dataset.test_fraction={query.test_fraction} is for local files, but dataset.path is null and data sets "
             "of the Hub have their own splits; give dataset.splits.test=NAME, or dataset.path"
         )
+    return labeled_test(query, partial(_index_hub_split, hub))
+
+
+def _index_hub_split(hub: str, query: Query) -> ImageIndex | None:
     files = _hub_files(hub, query.split)
     # All splits of the data set, without results of operations of ``datasets``.
     data_set = [file for file in sorted(files[0].parent.glob("*.arrow")) if not file.name.startswith("cache-")]

@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from fedssl.datasets.base import load_split
 from fedssl.datasets.sources import find
 from fedssl.datasets.split_files import split_files
 from fedssl.errors import InputError
-from tests.fedssl.datasets.made import query_of, touch
+from tests.fedssl.datasets.made import first_pixels, query_of, settings_of, table, touch
 
 pytestmark = pytest.mark.usefixtures("log_again")
 
@@ -43,6 +46,26 @@ def test_folders_with_the_same_shards_are_reported(tmp_path: Path, caplog: pytes
     caplog.clear()
     assert found(root / "plain", "train") == shards
     assert "one data set" not in caplog.text
+
+
+@pytest.mark.parametrize("in_column", [False, True])
+def test_a_test_without_labels_is_replaced(tmp_path: Path, in_column: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """As on the Hub, where labels of tests are hidden."""
+    parts = {
+        name: table(values, labels, image="image")
+        for name, values, labels in (("train", [1, 2], [0, 1]), ("validation", [3, 4], [1, 0]), ("test", [5], [-1]))
+    }
+    if in_column:
+        columns = [part.append_column("split", pa.array([name] * len(part))) for name, part in parts.items()]
+        parts = {"all": pa.concat_tables(columns)}
+    for name, part in parts.items():
+        pq.write_table(part, tmp_path / f"{name}.parquet")
+    settings = settings_of("folder", path=str(tmp_path), size=4, cache=None)
+    test = load_split(settings, "test")
+    assert (first_pixels(test.images), test.labels.tolist()) == ([3, 4], [1, 0])
+    assert "the validation serves as the test, which has no labels" in caplog.text
+    unlabeled = settings_of("folder", path=str(tmp_path), size=4, cache=None, label=None)
+    assert first_pixels(load_split(unlabeled, "test").images) == [5]
 
 
 def test_a_split_that_does_not_exist_is_refused(tmp_path: Path) -> None:

@@ -189,9 +189,10 @@ def test_bad_files_are_one_sentence(tmp_path, name, contents, changes, message) 
 
 
 def test_hub_is_read_from_the_arrow_files_of_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    contents = table([5, 6], [1, 0])
-    with pa.ipc.new_stream(str(tmp_path / "cache.arrow"), contents.schema) as writer:
-        writer.write_table(contents)
+    parts = {"train": table([5, 6], [1, 0]), "validation": table([7], [1]), "test": table([8], [-1])}
+    for split, contents in parts.items():
+        with pa.ipc.new_stream(str(tmp_path / f"{split}.arrow"), contents.schema) as writer:
+            writer.write_table(contents)
     asked = []
 
     class FederatedDataset:
@@ -200,13 +201,14 @@ def test_hub_is_read_from_the_arrow_files_of_its_cache(tmp_path: Path, monkeypat
 
         def load_split(self, split: str) -> SimpleNamespace:
             asked.append(split)
-            return SimpleNamespace(cache_files=[{"filename": str(tmp_path / "cache.arrow")}])
+            return SimpleNamespace(cache_files=[{"filename": str(tmp_path / f"{split}.arrow")}])
 
     monkeypatch.setitem(sys.modules, "flwr_datasets", ModuleType("flwr_datasets"))
     monkeypatch.setattr(sys.modules["flwr_datasets"], "FederatedDataset", FederatedDataset, raising=False)
     image_data = load_federated(settings_of("cifar10", size=4))
     assert asked == [("uoft-cs/cifar10", {}, False), "train"]
     assert (first_pixels(image_data.images), image_data.labels.tolist()) == ([5, 6], [1, 0])
+    assert first_pixels(load_split(settings_of("cifar10", size=4), "test").images) == [7]  # which has labels
 
 
 def test_unreachable_hub_says_how_to_use_local_files(monkeypatch: pytest.MonkeyPatch) -> None:
