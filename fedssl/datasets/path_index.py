@@ -1,6 +1,7 @@
 """The images of a path, found but not decoded: in files, in rows of tables, or in arrays."""
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -89,7 +90,7 @@ def _common(source: Source, test: ImageIndex, query: Query) -> tuple[str, ...]:
         return ()
     if train is None:
         return ()
-    what, common = "files are", {*map(str, test.files)} & {*map(str, train.files)}
+    what, common = "files are", {*map(os.path.normpath, test.files)} & {*map(os.path.normpath, train.files)}
     remedy = ""
     if test.groups is not None:
         what, common = "groups have images", test.present_groups & train.present_groups

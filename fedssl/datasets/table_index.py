@@ -4,6 +4,7 @@ All are tables of pyarrow. The bytes of an image go directly to the decoder, wit
 a column of text are files.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -178,8 +179,10 @@ def _existing(index: "RowIndex", query: Query, chosen: np.ndarray | None) -> Seq
     if query.group == FOLDER and index.groups is None:
         index = replace(index, **grouped_by_folder(images, table.parent))
     missing = [row for row, image in enumerate(images) if not is_file(Path(image))]
-    first = {image: row for row, image in reversed(list(enumerate(images)))}
-    rows = np.array(sorted({*first.values()} - {*missing}), dtype=np.int64)
+    present = sorted({*range(len(images))} - {*missing})
+    names = [os.path.normpath(image) for image in images]
+    first = {names[row]: row for row in reversed(present)}
+    rows = np.array(sorted(first.values()), dtype=np.int64)
     warnings: tuple[str, ...] = ()
     if missing:
         listed = shortened(sanitize_line(str(images[row]).removeprefix(".")) or "an empty one" for row in missing)
@@ -188,12 +191,11 @@ def _existing(index: "RowIndex", query: Query, chosen: np.ndarray | None) -> Seq
             remedy = "use the others with dataset.skip_missing=true" if len(rows) else "move the table to its images"
             raise InputError(f"{line}; correct the paths, which begin at {table.parent}, or {remedy}")
         warnings += (f"{line}: the others are used",)
-    repeated = len(images) - len(first)
-    if repeated:
-        again = [row for row, image in enumerate(images) if first[image] != row]
-        firsts = [first[images[row]] for row in again]
+    again = [row for row in present if first[names[row]] != row]
+    if again:
+        firsts = [first[names[row]] for row in again]
         others = 0 if index.labels is None else int((index.labels[again] != index.labels[firsts]).sum())
-        line = f"{table} names {repeated:,} image files again, such as {images[again[0]]}"
+        line = f"{table} names {len(again):,} image files again, such as {images[again[0]]}"
         line += f", {others:,} of them with another label" if others else ""
         warnings += (f"{line}: their first rows are used",)
     rows = rows if chosen is None else rows[chosen[rows]]
