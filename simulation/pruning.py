@@ -124,7 +124,7 @@ def successive_halving(
     """Yield the jobs of each rung; resume the iteration after they have run. Prune the others.
 
     Jobs that differ only in the seed form a group, which continues or is pruned as a whole, by the mean of its results.
-    Only jobs that are ``waiting`` run.
+    Only jobs that are ``waiting`` run. One that fails, or that ``early_stopping`` finishes, keeps its status.
     """
     groups = group_jobs(jobs)
     alive = list(range(len(groups)))
@@ -135,7 +135,7 @@ def successive_halving(
     for rung, span in zip(pruning.rungs, spans, strict=False):
         due = [job for group in alive for job in groups[group] if job in runnable and not _has_reached(job, rung)]
         yield JobWave(sorted(due, key=jobs.index), until=rung, work=span)
-        runnable -= {job for job in due if read_run(job.folder).state == "failed"}
+        runnable -= {job for job in due if read_run(job.folder).state in ("failed", "finished")}
         results = _mean_results({group: groups[group] for group in alive}, pruning.metric, rung)
         order = sorted(results, key=lambda group: (-results[group].goodness, group))
         alive = sorted(order[: max(len(order) // pruning.reduction_factor, 1)])
@@ -143,7 +143,7 @@ def successive_halving(
             result = f"{pruning.metric} {results[group].text}"
             reason = f"pruned after round {rung}: {result} has rank {rank} of {len(order)}, and {len(alive)} continue"
             for job in groups[group]:
-                if job in waiting:
+                if job in runnable:
                     write_status(job, PRUNED, reason=reason)
                     progress.prune(job.folder, reason)
     due = [job for group in alive for job in groups[group] if job in runnable]

@@ -15,6 +15,7 @@ from simulation import cli
 from simulation.pruning import Pruning, make_rungs, pruning_of, successive_halving
 from simulation.sweep import Job, group_jobs, plan_jobs
 from simulation.sweep_progress import SweepProgress
+from tests.runs import write_run
 
 QUICK = ["num_clients=2", "rounds=4", "local_epochs=1", "dataset.limit=60", "dataset.test_limit=30", "encoder.width=2"]
 QUICK += ["threads=1", "partition=iid", "evaluate_every=1", "final_evaluation=knn", "collapse_images=0"]
@@ -121,9 +122,7 @@ class TestSuccessiveHalving:
             for job in batch.jobs:
                 started.append(job.folder.name)
                 if job.folder.name == "3":
-                    job.folder.mkdir()
-                    summary = {"status": "failed", "reason": "no images", "overrides": []}
-                    (job.folder / "summary.json").write_text(json.dumps(summary))
+                    write_run(job.folder, [], status="failed")
                 else:
                     train(job, batch.until, result=lambda job, round: int(job.folder.name), rounds=3)
         assert started.count("3") == 1
@@ -134,13 +133,28 @@ class TestSuccessiveHalving:
         values = {"0": 0.5, "1": 0.9, "2": 0.6}
         jobs = make_jobs(tmp_path, 2, seeds=(0, 10))
         pruning = Pruning(metric="knn", reduction_factor=2, rungs=[1], rounds=2)
-        jobs[3].folder.mkdir()
-        summary = {"status": "failed", "reason": "no images", "overrides": []}
-        (jobs[3].folder / "summary.json").write_text(json.dumps(summary))
+        write_run(jobs[3].folder, [], status="failed")
         halve(jobs, pruning, result=lambda job, round: values[job.folder.name], waiting=jobs[:3])
         assert statuses(jobs) == {"0": "pruned", "1": "pruned", "2": "finished", "3": "failed"}
         reason = read_run(jobs[0].folder).failure_reason
         assert reason == "pruned after round 1: knn 50.0% has rank 2 of 2, and 1 continue"
+
+    def test_jobs_that_have_ended_keep_their_status(self, tmp_path):
+        """Seeds of three groups: early stopping finishes jobs 0 and 5 in round 1, and job 3 fails."""
+        jobs, started = make_jobs(tmp_path, 3, seeds=(0, 10)), []
+        pruning = Pruning(metric="knn", reduction_factor=3, rungs=[2], rounds=3)
+        for batch in successive_halving(jobs, jobs, pruning, SweepProgress([])):
+            for job in batch.jobs:
+                started.append(job.folder.name)
+                if job.folder.name == "3":
+                    write_run(job.folder, [], status="failed")
+                else:
+                    early = job.folder.name in ("0", "5")
+                    until, rounds = (None, 1) if early else (batch.until, 3)
+                    train(job, until, result=lambda job, round: int(job.folder.name), rounds=rounds)
+        assert started == ["0", "1", "2", "3", "4", "5", "4"]
+        expected = {"0": "finished", "1": "pruned", "2": "pruned", "3": "failed", "4": "finished", "5": "finished"}
+        assert statuses(jobs) == expected
 
     @settings(max_examples=15)
     @given(data=st.data())
