@@ -26,24 +26,20 @@ from simulation.parallel_jobs import parallel_tasks, run_in_parallel
 from simulation.pruning import check_metric, pruning_of, successive_halving
 from simulation.run import run
 from simulation.sweep import (
-    FOLDER_KEY,
-    STATE_FILE,
-    Job,
     JobWave,
     finish_sweep,
     folder_to_resume,
     needs_hydra,
     new_sweep_folder,
-    plan_jobs,
     remove_incomplete,
     run_job,
     run_jobs,
-    split_options,
     split_plan,
     sweep_lock,
     waiting_jobs,
 )
 from simulation.sweep_progress import SweepProgress
+from simulation.sweep_state import FOLDER_KEY, STATE_FILE, Job, plan_jobs, split_options
 
 
 def main() -> int:

@@ -15,7 +15,8 @@ from server_app.console import duration
 from simulation.cost import CostEstimate, estimate_cost
 from simulation.parallel_jobs import JobTask
 from simulation.resources import RAY_OVERHEAD_SECONDS
-from simulation.sweep import Job, job_overrides
+from simulation.sweep import job_overrides
+from simulation.sweep_state import Job
 
 RAY_MEMORY_SHARE = 0.7  # of the available memory, for tasks; the rest is for Ray's objects
 LISTED = 4  # jobs in a row of the table

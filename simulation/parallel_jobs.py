@@ -18,8 +18,9 @@ from fedssl.errors import InputError, RunError
 from fedssl.machine.process import available_cores
 from simulation.ray_session import check_hosts, last_line, ray_session
 from simulation.run import run
-from simulation.sweep import Job, JobWave, group_jobs, group_settings, run_job
+from simulation.sweep import JobWave, group_jobs, group_settings, run_job
 from simulation.sweep_progress import SweepProgress
+from simulation.sweep_state import Job
 
 # Reserved for a job, in addition to the memory of a training step: a run of small images needs 0.7 to 1.1 GB.
 JOB_BYTES = 1_300_000_000

@@ -17,8 +17,9 @@ from fedssl.config.targets import locate
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score
 from fedssl.runs.run import PRUNED, RANKME, read_run
-from simulation.sweep import Job, JobWave, SweepState, group_jobs, group_settings, write_status
+from simulation.sweep import JobWave, group_jobs, group_settings, write_status
 from simulation.sweep_progress import SweepProgress
+from simulation.sweep_state import Job, SweepState
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ from fedssl.runs.run import read_run, strategy_of
 from fedssl.safe_io import read_tensors
 from fedssl.tensor_file import read_arrays
 from fedssl.wire.delivery import EncoderDelivery
-from simulation.sweep import plan_jobs
+from simulation.sweep_state import plan_jobs
 from strategies.topology import read_edges
 from tests.fedssl.partition.made import partition_input
 from tests.methods import teacher_file

@@ -21,7 +21,7 @@ MODULES = {
     "fedssl/export/encoder_file.py": "test_an_encoder_file",
     "fedssl/export/weights.py": "test_an_encoder_file",
     "fedssl/runs/run.py": "test_files_of_a_run",
-    "simulation/sweep.py": "test_sweep_yaml",
+    "simulation/sweep_state.py": "test_sweep_yaml",
     # the user's own settings, and conf/
     "fedssl/config/compose.py": "",
     "fedssl/config/overrides.py": "",

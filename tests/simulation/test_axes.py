@@ -5,7 +5,8 @@ import pytest
 from fedssl.config.compose import resolve_config
 from fedssl.errors import InputError
 from simulation.axes import axes_of, expand_axes, with_experiment_values
-from simulation.sweep import new_sweep_folder, plan_jobs, split_options
+from simulation.sweep import new_sweep_folder
+from simulation.sweep_state import plan_jobs, split_options
 
 REVIEW = ["experiment=review", "strategy=fedavg,fedu", "seed=0"]
 BASE = ["partition.alpha=0.1", "experiment=review"]

@@ -14,7 +14,7 @@ from fedssl.config.saved_run import save_run
 from fedssl.config.targets import searchpath_override
 from fedssl.errors import InputError
 from simulation import cli
-from simulation.sweep import STATE_FILE
+from simulation.sweep_state import STATE_FILE
 from tests.devices import write_images
 from tests.simulation.test_run import QUICK
 

@@ -7,7 +7,7 @@ import pytest
 from fedssl.errors import InputError
 from simulation.cli import _run_sweep
 from simulation.parallel_jobs import JOB_BYTES, JobTask, parallel_tasks, reservation
-from simulation.sweep import Job
+from simulation.sweep_state import Job
 from tests.simulation.test_sweep import QUICK, plan_jobs
 
 

@@ -13,8 +13,9 @@ from fedssl.evaluation.scores import ACCURACY, ERROR
 from fedssl.runs.run import read_run
 from simulation import cli
 from simulation.pruning import Pruning, make_rungs, pruning_of, successive_halving
-from simulation.sweep import Job, group_jobs, plan_jobs
+from simulation.sweep import group_jobs
 from simulation.sweep_progress import SweepProgress
+from simulation.sweep_state import Job, plan_jobs
 from tests.runs import write_run
 
 QUICK = ["num_clients=2", "rounds=4", "local_epochs=1", "dataset.limit=60", "dataset.test_limit=30", "encoder.width=2"]

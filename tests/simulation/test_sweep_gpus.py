@@ -9,8 +9,9 @@ import ray
 from ray.cluster_utils import Cluster
 
 from simulation.parallel_jobs import JobTask, run_in_parallel
-from simulation.sweep import Job, JobWave
+from simulation.sweep import JobWave
 from simulation.sweep_progress import SweepProgress
+from simulation.sweep_state import Job
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_GPUS = 16

@@ -1,0 +1,165 @@
+"""The jobs of a sweep, and the file with their overrides, by which a sweep is resumed."""
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedssl.atomic_files import write_text
+from fedssl.config.compose import RESULT_KEYS, RESUMABLE_KEYS, validate_names
+from fedssl.config.literal import literal_values
+from fedssl.config.load import IMAGES_FILE, compose, load_settings
+from fedssl.config.overrides import by_key, key_and_group, parse, to_text
+from fedssl.config.saved_run import check_directory, check_saved_overrides, points_outside
+from fedssl.config.targets import SEARCHPATH_KEY
+from fedssl.errors import InputError
+from fedssl.runs.groups import OWN_KEYS
+from fedssl.safe_io import checksum_line, corrupt_file_error, read_text, read_yaml
+from simulation.axes import OPTIONS, expand_axes, not_in, with_experiment_values
+
+STATE_FILE = "sweep.yaml"
+FOLDER_KEY, PATH_KEY = "hydra.sweep.dir", "dataset.path"
+SAVED_OPTIONS = {"metric", "reduction_factor", "min_rounds", *OPTIONS}  # they decide which jobs there are, or end early
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of a sweep. ``overrides`` are those of a new run, without its folder."""
+
+    folder: Path
+    overrides: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"[job {self.folder.name}]"
+
+
+def split_options(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the explicit options of the sweep by name, and the other overrides; raises `InputError`."""
+    options = [override for override in overrides if override.partition("=")[0].split(".")[0] == "sweep"]
+    for override in parse(options):
+        if override.key_or_group == "sweep":
+            raise InputError(f"{override.input_line} must name an option, e.g. sweep.jobs=2")
+        if override.is_sweep_override():
+            raise InputError(f"{override.input_line} has several values, but an option of a sweep has one")
+    compose(options)  # validates them
+    values = {override.key_or_group.removeprefix("sweep."): override.value() for override in parse(options)}
+    return values, [override for override in overrides if override not in options]
+
+
+@dataclass(frozen=True)
+class SweepState:
+    """The content of `STATE_FILE`: overrides of the sweep, those of its jobs by number, and `SAVED_OPTIONS`.
+
+    ``directory`` is the working directory in which it was started, to which paths may be relative.
+    """
+
+    overrides: list[str]
+    jobs: dict[str, list[str]]
+    options: dict[str, Any]
+    directory: str
+
+    def jobs_in(self, folder: Path) -> list[Job]:
+        """Return the jobs of the sweep in a folder."""
+        return [Job(folder / name, tuple(job)) for name, job in self.jobs.items()]
+
+    def resume_command(self, folder: Path) -> str:
+        """Return the shell command that resumes the sweep in a folder, with what is accepted only from there."""
+        words = {word for job in self.jobs.values() for word in job if points_outside(word, folder / STATE_FILE)}
+        own = [word for word in self.overrides if word.partition("=")[0] in by_key(words)]
+        return shlex.join(["fedssl", "-m", *own, f"resume={folder}"])
+
+    def save(self, folder: Path) -> None:
+        """Write the file into the folder of the sweep."""
+        options = [f"sweep.{name}={to_text(value)}" for name, value in self.options.items()]
+        content = {"overrides": self.overrides, "jobs": self.jobs, "options": options, "directory": self.directory}
+        text = "# To change a sweep, give overrides: fedssl -m resume=FOLDER key=value. An edited file is refused.\n"
+        text += yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+        # An edited job would count as finished with the results of other settings.
+        write_text(folder / STATE_FILE, f"{checksum_line(text)}\n{text}")
+
+
+def plan_jobs(folder: Path, overrides: Sequence[str], options: Mapping[str, Any] = {}) -> SweepState:
+    """Return the jobs of a sweep, those of its earlier start first.
+
+    New overrides replace earlier ones of the same key or group, and so do options. A job keeps its number if its
+    settings are the same, apart from `RESUMABLE_KEYS` that are not swept and change no result, and the path of the same
+    images. Saved overrides are validated as those of a run folder. Raises `InputError`, also if the folder of a new job
+    exists.
+    """
+    given = by_key(with_experiment_values(overrides))
+    given.pop(FOLDER_KEY, None)
+    earlier = _read_state(folder / STATE_FILE)
+    inherited = not_in(earlier.overrides, given.values())
+    check_directory(inherited, folder / STATE_FILE, directory=earlier.directory)
+    merged = [*inherited, *given.values()]
+    swept = {override.key_or_group for override in parse(merged) if override.is_sweep_override()}
+    kept = [override for override in inherited if not key_and_group(override) & swept]
+    check_saved_overrides(kept, folder / STATE_FILE)
+    free = (RESUMABLE_KEYS - RESULT_KEYS - swept) | {SEARCHPATH_KEY}
+    if PATH_KEY in given.keys() - swept:
+        current = [override for override in given.values() if key_and_group(override) & {*free, PATH_KEY}]
+        free |= {PATH_KEY} if _have_moved(earlier.jobs_in(folder), current) else set()
+    current = [override for override in given.values() if key_and_group(override) & free]
+    jobs = {}
+    for name, job in earlier.jobs.items():
+        kept = not_in(job, current)
+        check_saved_overrides(kept, folder / STATE_FILE)
+        jobs[name] = [*kept, *current]
+    names = {_identity(job, free): name for name, job in jobs.items()}
+    if len(names) < len(jobs):
+        raise corrupt_file_error(folder / STATE_FILE, "it has a job twice")
+    options = earlier.options | {name: value for name, value in options.items() if name in SAVED_OPTIONS}
+    for job in expand_axes(merged, options):
+        if _identity(job, free) in names:
+            continue
+        check_saved_overrides(not_in(job, given.values()), folder / STATE_FILE)
+        name = names[_identity(job, free)] = str(len(jobs))
+        jobs[name] = job
+        if (folder / name).exists():
+            raise InputError(f"{folder / name} exists but is no job of this sweep; set another {FOLDER_KEY} or move it")
+    validate_names(merged)
+    return SweepState(merged, jobs, options, str(Path.cwd()))
+
+
+def _have_moved(jobs: Sequence[Job], current: Sequence[str]) -> bool:
+    """Return whether overrides name a new path of the images of all jobs, by the digest of the first that has begun."""
+    paths = {by_key(job.overrides).get(PATH_KEY) for job in jobs}
+    for job in jobs if len(paths) == 1 and by_key(current)[PATH_KEY] not in paths else ():
+        saved = read_text(job.folder / IMAGES_FILE)
+        if saved is not None:
+            from fedssl.datasets.base import load_federated  # slow import
+
+            kept = not_in(job.overrides, current)
+            check_saved_overrides(kept, job.folder.with_name(STATE_FILE))
+            origin = load_federated(load_settings([*kept, *current]).data).origin
+            return origin is not None and origin[0].describe_files() == saved.strip()
+    return False
+
+
+def _read_state(file: Path) -> SweepState:
+    """Return the saved state of a sweep, empty if it is new; raises `InputError` if the file is damaged."""
+    saved: Any = read_yaml(file, dict) or {"overrides": [], "jobs": {}}
+    overrides, jobs, options = saved.get("overrides"), saved.get("jobs"), saved.get("options", [])
+    lists: list[Any] = [overrides, options, *jobs.values()] if isinstance(jobs, dict) else [None]
+    if not all(isinstance(each, list) and all(isinstance(text, str) for text in each) for each in lists):
+        raise corrupt_file_error(file, "it has no lists of overrides")
+    directory = saved.get("directory", str(Path.cwd()))
+    if list(jobs) != [str(number) for number in range(len(jobs))]:
+        raise corrupt_file_error(file, "the jobs are not numbered from 0")
+    if any(by_key(each).keys() & OWN_KEYS for each in lists):
+        raise corrupt_file_error(file, f"it sets {' or '.join(sorted(OWN_KEYS))}")
+    check_saved_overrides(options, file)  # before they are composed
+    values, others = split_options(options)
+    if others or values.keys() - SAVED_OPTIONS:
+        raise corrupt_file_error(file, f"its options are not {', '.join(sorted(SAVED_OPTIONS))}")
+    jobs = {name: literal_values(job) for name, job in jobs.items()}  # as on the command line
+    return SweepState(literal_values(overrides, sweep=True), jobs, values, directory)
+
+
+def _identity(overrides: Iterable[str], free: Set[str]) -> frozenset[str]:
+    """Return the overrides that decide whether two jobs are the same run: those of keys that are not ``free``."""
+    return frozenset(override for override in overrides if not key_and_group(override) & free)
