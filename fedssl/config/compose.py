@@ -35,7 +35,7 @@ RESUMABLE_KEYS = {
     *("evaluate_every", "early_stopping", "final_evaluation", "collapse_images", "measure_resources"),
     *("evaluate_personalized", "adaptation_epochs", "aggregation.round_deadline", "aggregation.max_retries"),
     *("checkpoint_every", "keep_checkpoints", "pause_after", "snapshot_every"),
-    *("statistics", "dataset.cache", "dataset.storage", "calibration.dataset.cache", "calibration.dataset.storage"),
+    *("dataset.cache", "dataset.storage", "calibration.dataset.cache", "calibration.dataset.storage"),
 }
 RESULT_KEYS = {
     *("rounds", "early_stopping", "aggregation.round_deadline"),

@@ -54,4 +54,4 @@ def measured_keys(saved: Mapping[str, Any] | None) -> tuple[str, ...]:
     """Return the settings that a saved run has measured: the statistics, and what follows them."""
     node = (saved or {}).get("statistics")
     is_measured = isinstance(node, Mapping) and node.get("measured")
-    return (*KEYS, "augmentation.mean", "augmentation.std") if is_measured else ()
+    return (*KEYS, "augmentation.mean", "augmentation.std", "statistics.measured") if is_measured else ()

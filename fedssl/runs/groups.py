@@ -135,8 +135,8 @@ def _all_settings(run: Run, ignored: Set[str], images: Mapping[Path, str]) -> di
 
 
 def is_ignored(key: str, ignored: Set[str] = IGNORED) -> bool:
-    """Return whether a setting or its config group is not compared."""
-    return not ignored.isdisjoint({key, key.partition(".")[0]})
+    """Return whether a setting or a node that has it, such as its config group, is not compared."""
+    return not ignored.isdisjoint(itertools.accumulate(key.split("."), "{}.{}".format))
 
 
 def varying(settings: Sequence[Mapping[str, str]]) -> list[str]:

@@ -98,6 +98,8 @@ def test_a_run_has_the_pooled_statistics_everywhere(tmp_path):
     assert not resumed.statistics.are_missing
     with pytest.raises(InputError, match=r"dataset.std=\[.*\] \(now \[0.1\]\); keep the settings"):
         load_settings([f"resume={folder}", "dataset.std=[0.1]"])
+    with pytest.raises(InputError, match=r"statistics.max_clients=1000 \(now 2\); keep the settings"):
+        load_settings([f"resume={folder}", "statistics.max_clients=2"])
 
 
 @pytest.mark.parametrize(
@@ -131,15 +133,15 @@ def test_a_sample_of_the_clients_is_asked():
 
 
 def test_runs_that_differ_in_seed_and_numbers_are_one_group(tmp_path):
+    """One with another number of clients is not of the group."""
     found = []
-    for seed in (0, 1):
-        folder = tmp_path / str(seed)
-        run([*REQUEST, "statistics.max_clients=2", f"seed={seed}", "engine=local", f"output_dir={folder}"])
+    for number, (clients, seed) in enumerate([(2, 0), (2, 1), (1, 0)]):
+        folder = tmp_path / str(number)
+        run([*REQUEST, f"statistics.max_clients={clients}", f"seed={seed}", "engine=local", f"output_dir={folder}"])
         found.append(read_run(folder))
     assert found[0].value("dataset.mean") != found[1].value("dataset.mean")
-    (group,) = group_by_seed(found)
-    assert len(group.runs) == 2
-    assert len(sweep_results([run.folder for run in found]).rows) == 1
+    assert [len(group.runs) for group in group_by_seed(found)] == [2, 1]
+    assert len(sweep_results([run.folder for run in found]).rows) == 2
     assert found[0].overrides["dataset.mean"] == "federated"
 
 

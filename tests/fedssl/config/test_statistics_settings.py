@@ -44,7 +44,7 @@ def test_invalid_channels_are_left_to_their_own_check():
 def test_a_resumed_run_keeps_what_was_measured():
     words = ["rounds=3", "dataset.mean=federated", "dataset.std=[1]"]
     assert without_requests(words) == [words[0], words[2]]
-    keys = ("dataset.mean", "dataset.std", "augmentation.mean", "augmentation.std")
+    keys = ("dataset.mean", "dataset.std", "augmentation.mean", "augmentation.std", "statistics.measured")
     assert measured_keys({"statistics": {"measured": {"clients": 3}}}) == keys
     for saved in (None, {}, {"statistics": None}, {"statistics": {"measured": None}}, {"statistics": {"measured": {}}}):
         assert measured_keys(saved) == ()
