@@ -44,6 +44,15 @@ def expand_axes(overrides: Sequence[str], options: Mapping[str, Any]) -> list[li
     return jobs
 
 
+def possible_values(overrides: Sequence[str], options: Mapping[str, Any]) -> set[str]:
+    """Return all that the overrides of a job can be: values of these overrides, and of their axes."""
+    words = [*overrides]
+    for name, texts in axes_of(overrides, options).items():
+        words += [word for text in texts for word in _words_of_axis(name, text)]
+    groups = config_groups(search_folders(overrides))
+    return {value for word in words for values in expand_sweep([word], groups) for value in values}
+
+
 def axes_of(overrides: Sequence[str], options: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the axes of the experiment, which those of ``options`` replace; raise `InputError` if one is no list."""
     chosen = _chosen(overrides)
@@ -59,10 +68,15 @@ def axes_of(overrides: Sequence[str], options: Mapping[str, Any]) -> dict[str, l
     return axes
 
 
-def _with_value(overrides: Sequence[str], name: str, text: str) -> list[str]:
-    own = literal_values(split_words(f"sweep.axes.{name}", text), sweep=True)
-    if not own or any("=" not in override for override in own):
+def _words_of_axis(name: str, text: str) -> list[str]:
+    words = literal_values(split_words(f"sweep.axes.{name}", text), sweep=True)
+    if not words or any("=" not in word for word in words):
         raise InputError(f"sweep.axes.{name} has {text!r}, which is not KEY=VALUE ...; correct it")
+    return words
+
+
+def _with_value(overrides: Sequence[str], name: str, text: str) -> list[str]:
+    own = _words_of_axis(name, text)
     combined = [*not_in(overrides, own), *own]
     try:
         validate_names(combined)

@@ -16,6 +16,7 @@ from fedssl.config.compose import RESUMABLE_KEYS, hydra_value
 from fedssl.config.literal import user_path
 from fedssl.config.load import load_settings
 from fedssl.config.overrides import key_and_group, parse, quote_value
+from fedssl.config.saved_run import points_outside
 from fedssl.config.settings import Settings
 from fedssl.config.targets import SEARCHPATH_KEY
 from fedssl.errors import InputError, RunError, sanitize
@@ -148,12 +149,16 @@ def remove_incomplete(jobs: Sequence[Job]) -> None:
 
 
 def job_overrides(job: Job, *, until: int | None = None) -> list[str]:
-    """Return the overrides that start or resume a job, which pauses after the round ``until``."""
+    """Return the overrides that start or resume a job, which pauses after the round ``until``.
+
+    What points outside the run folder is repeated: `plan_jobs` has refused it unless the user's command gives it.
+    """
     pause = [] if until is None else [f"pause_after={until}"]
     if not saved_rounds(job.folder / "checkpoints"):
         return [*job.overrides, *pause, f"output_dir={quote_value(str(job.folder))}"]
-    free = [override for override in job.overrides if key_and_group(override) & {*RESUMABLE_KEYS, PATH_KEY}]
-    return [*free, *pause, f"resume={quote_value(str(job.folder))}"]
+    free, file = {*RESUMABLE_KEYS, PATH_KEY}, job.folder / "overrides.yaml"
+    repeated = [word for word in job.overrides if key_and_group(word) & free or points_outside(word, file)]
+    return [*repeated, *pause, f"resume={quote_value(str(job.folder))}"]
 
 
 def run_job(job: Job, run: Runner, *, until: int | None = None) -> str | None:

@@ -1,7 +1,8 @@
 """The jobs of a sweep, and the file with their overrides, by which a sweep is resumed."""
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from fedssl.config.targets import SEARCHPATH_KEY
 from fedssl.errors import InputError
 from fedssl.runs.groups import OWN_KEYS
 from fedssl.safe_io import checksum_line, corrupt_file_error, read_text, read_yaml
-from simulation.axes import OPTIONS, expand_axes, not_in, with_experiment_values
+from simulation.axes import OPTIONS, axes_of, expand_axes, not_in, possible_values, with_experiment_values
 
 STATE_FILE = "sweep.yaml"
 FOLDER_KEY, PATH_KEY = "hydra.sweep.dir", "dataset.path"
@@ -70,6 +71,8 @@ class SweepState:
         """Return the shell command that resumes the sweep in a folder, with what is accepted only from there."""
         words = {word for job in self.jobs.values() for word in job if points_outside(word, folder / STATE_FILE)}
         own = [word for word in self.overrides if word.partition("=")[0] in by_key(words)]
+        if words - possible_values(own, {}):
+            own.append(f"sweep.axes={to_text(axes_of(self.overrides, self.options))}")
         return shlex.join(["fedssl", "-m", *own, f"resume={folder}"])
 
     def save(self, folder: Path) -> None:
@@ -86,43 +89,48 @@ def plan_jobs(folder: Path, overrides: Sequence[str], options: Mapping[str, Any]
     """Return the jobs of a sweep, those of its earlier start first.
 
     New overrides replace earlier ones of the same key or group, and so do options. A job keeps its number if its
-    settings are the same, apart from `RESUMABLE_KEYS` that are not swept and change no result, and the path of the same
-    images. Saved overrides are validated as those of a run folder. Raises `InputError`, also if the folder of a new job
-    exists.
+    settings are the same, apart from `RESUMABLE_KEYS` that change no result and are the same in all jobs, and the path
+    of the same images. What the user's command does not give is validated as the overrides of a run folder. Raises
+    `InputError`, also if the folder of a new job exists.
     """
-    given = by_key(with_experiment_values(overrides))
+    file, given = folder / STATE_FILE, by_key(with_experiment_values(overrides))
     given.pop(FOLDER_KEY, None)
-    earlier = _read_state(folder / STATE_FILE)
+    options = {name: value for name, value in options.items() if name in SAVED_OPTIONS}
+    own = possible_values([*given.values()], options)
+    earlier = _read_state(file, replaced=options.keys())
     inherited = not_in(earlier.overrides, given.values())
-    check_directory(inherited, folder / STATE_FILE, directory=earlier.directory)
+    check_directory(inherited, file, directory=earlier.directory)
     merged = [*inherited, *given.values()]
     swept = {override.key_or_group for override in parse(merged) if override.is_sweep_override()}
-    kept = [override for override in inherited if not key_and_group(override) & swept]
-    check_saved_overrides(kept, folder / STATE_FILE)
-    free = (RESUMABLE_KEYS - RESULT_KEYS - swept) | {SEARCHPATH_KEY}
-    if PATH_KEY in given.keys() - swept:
-        current = [override for override in given.values() if key_and_group(override) & {*free, PATH_KEY}]
-        free |= {PATH_KEY} if _have_moved(earlier.jobs_in(folder), current) else set()
+    check_saved_overrides([override for override in inherited if not key_and_group(override) & swept], file)
+    options = earlier.options | options
+    expanded = expand_axes(merged, options)
+    differing = _differing_keys(expanded) | _differing_keys(earlier.jobs.values())
+    free = (RESUMABLE_KEYS - RESULT_KEYS | {SEARCHPATH_KEY}) - differing
     current = [override for override in given.values() if key_and_group(override) & free]
-    jobs = {}
-    for name, job in earlier.jobs.items():
-        kept = not_in(job, current)
-        check_saved_overrides(kept, folder / STATE_FILE)
-        jobs[name] = [*kept, *current]
+    for job in (*expanded, *(not_in(job, current) for job in earlier.jobs.values())):
+        check_saved_overrides([override for override in job if override not in own], file)
+    if PATH_KEY in given.keys() - differing and _have_moved(earlier.jobs_in(folder), [*current, given[PATH_KEY]]):
+        free, current = free | {PATH_KEY}, [*current, given[PATH_KEY]]
+    jobs = {name: [*not_in(job, current), *current] for name, job in earlier.jobs.items()}
     names = {_identity(job, free): name for name, job in jobs.items()}
     if len(names) < len(jobs):
-        raise corrupt_file_error(folder / STATE_FILE, "it has a job twice")
-    options = earlier.options | {name: value for name, value in options.items() if name in SAVED_OPTIONS}
-    for job in expand_axes(merged, options):
+        raise corrupt_file_error(file, "it has a job twice")
+    for job in expanded:
         if _identity(job, free) in names:
             continue
-        check_saved_overrides(not_in(job, given.values()), folder / STATE_FILE)
         name = names[_identity(job, free)] = str(len(jobs))
         jobs[name] = job
         if (folder / name).exists():
             raise InputError(f"{folder / name} exists but is no job of this sweep; set another {FOLDER_KEY} or move it")
     validate_names(merged)
     return SweepState(merged, jobs, options, str(Path.cwd()))
+
+
+def _differing_keys(jobs: Collection[Sequence[str]]) -> set[str]:
+    """Return the keys and groups of the overrides in which jobs differ."""
+    counts = Counter(override for job in jobs for override in {*job})
+    return {key for override, count in counts.items() if count < len(jobs) for key in key_and_group(override)}
 
 
 def _have_moved(jobs: Sequence[Job], current: Sequence[str]) -> bool:
@@ -133,15 +141,16 @@ def _have_moved(jobs: Sequence[Job], current: Sequence[str]) -> bool:
         if saved is not None:
             from fedssl.datasets.base import load_federated  # slow import
 
-            kept = not_in(job.overrides, current)
-            check_saved_overrides(kept, job.folder.with_name(STATE_FILE))
-            origin = load_federated(load_settings([*kept, *current]).data).origin
+            origin = load_federated(load_settings([*not_in(job.overrides, current), *current]).data).origin
             return origin is not None and origin[0].describe_files() == saved.strip()
     return False
 
 
-def _read_state(file: Path) -> SweepState:
-    """Return the saved state of a sweep, empty if it is new; raises `InputError` if the file is damaged."""
+def _read_state(file: Path, *, replaced: Collection[str]) -> SweepState:
+    """Return the saved state of a sweep, empty if it is new, without options that are ``replaced``.
+
+    Raises `InputError` if the file is damaged.
+    """
     saved: Any = read_yaml(file, dict) or {"overrides": [], "jobs": {}}
     overrides, jobs, options = saved.get("overrides"), saved.get("jobs"), saved.get("options", [])
     lists: list[Any] = [overrides, options, *jobs.values()] if isinstance(jobs, dict) else [None]
@@ -152,6 +161,7 @@ def _read_state(file: Path) -> SweepState:
         raise corrupt_file_error(file, "the jobs are not numbered from 0")
     if any(by_key(each).keys() & OWN_KEYS for each in lists):
         raise corrupt_file_error(file, f"it sets {' or '.join(sorted(OWN_KEYS))}")
+    options = [word for word in options if word.partition("=")[0].removeprefix("sweep.") not in replaced]
     check_saved_overrides(options, file)  # before they are composed
     values, others = split_options(options)
     if others or values.keys() - SAVED_OPTIONS:

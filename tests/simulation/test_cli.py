@@ -10,12 +10,15 @@ from omegaconf import OmegaConf
 import simulation.run
 from fedssl.config.literal import literal_values
 from fedssl.config.load import compose
+from fedssl.config.overrides import CONF
 from fedssl.config.saved_run import save_run
 from fedssl.config.targets import searchpath_override
 from fedssl.errors import InputError
+from fedssl.runs.run import read_run
 from simulation import cli
 from simulation.sweep_state import STATE_FILE
 from tests.devices import write_images
+from tests.runs import KNN, SMALL
 from tests.simulation.test_run import QUICK
 
 
@@ -100,3 +103,32 @@ def test_a_sequential_sweep_stops_with_the_command_that_resumes_it(tmp_path, mon
     command = shlex.split(str(stopped.value).partition("continue with: ")[2])
     assert cli._run_sweep([*literal_values(command[2:], sweep=True), "sweep.jobs=1"]) == 0
     assert len(list((tmp_path / "a, b").glob("*/encoder.pt"))) == 2
+
+
+def test_jobs_resume_with_what_only_a_command_may_give(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own" / "strategy").mkdir(parents=True)
+    (tmp_path / "own" / "strategy" / "mine.yaml").write_text((CONF / "strategy" / "fedavg.yaml").read_text())
+
+    def stop_in_the_second_wave(overrides):
+        if any(word.startswith("resume=") for word in overrides):
+            raise KeyboardInterrupt
+        simulation.run.run(overrides)
+
+    def command(*words, run=simulation.run.run):
+        monkeypatch.setattr(cli, "run", run)
+        monkeypatch.setattr("sys.argv", ["fedssl", "-m", *words, "sweep.jobs=1"])
+        return cli.main(), capsys.readouterr().err
+
+    folder, axis = tmp_path / "sweep", 'sweep.axes={epochs:["local_epochs=${num_clients}"]}'
+    outside = ["--config-dir", str(tmp_path / "own"), "clients_per_round=${num_clients}", axis]
+    words = [*SMALL, *KNN, "rounds=2", "strategy=mine", "sweep.metric=knn", "sweep.reduction_factor=2"]
+    status, error = command(*words, *outside, f"hydra.sweep.dir={folder}", run=stop_in_the_second_wave)
+    assert status == 130, error
+    for given in (outside[:3], [*outside[:2], axis], outside[2:]):
+        status, error = command(*given, f"resume={folder}")
+        assert (status, "accepted only from your own command, because" in error) == (2, True)
+    status, error = command(*outside, f"resume={folder}", run=stop_in_the_second_wave)
+    assert status == 130, error
+    hint = shlex.split(error.partition("continue with: ")[2])
+    assert command(*hint[2:]) == (0, "")
+    assert sorted(read_run(folder / number).state for number in "01") == ["finished", "pruned"]

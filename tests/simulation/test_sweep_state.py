@@ -3,14 +3,15 @@
 import pytest
 import yaml
 
+from fedssl.config.literal import literal_values
 from fedssl.errors import InputError
-from simulation.sweep_state import STATE_FILE, split_options
+from simulation.sweep_state import STATE_FILE, Job, split_options
 from simulation.sweep_state import plan_jobs as plan_state
 
 
-def plan_jobs(folder, overrides):
+def plan_jobs(folder, overrides, **options):
     folder.mkdir(exist_ok=True)
-    state = plan_state(folder, overrides)
+    state = plan_state(folder, overrides, options)
     state.save(folder)
     return state.jobs_in(folder)
 
@@ -86,7 +87,24 @@ class TestJobs:
         assert len(plan_jobs(tmp_path, ["rounds=4"])) == 4
         assert len(plan_jobs(tmp_path, ["threads=1,2"])) == 4 + 2  # those with rounds=4 have threads=1
 
-    @pytest.mark.parametrize("setting", ["early_stopping.patience=3", "aggregation.round_deadline=5"])
+    @pytest.mark.parametrize(
+        ("overrides", "axis", "differing"),
+        [
+            (["engine=ray", "engine.client_gpus=0.25,0.5"], [], {"engine.client_gpus=0.25", "engine.client_gpus=0.5"}),
+            (["tracker=mlflow", "tracker.experiment=1,2"], [], {"tracker.experiment='1'", "tracker.experiment='2'"}),
+            (["threads=1"], ["threads=2"], {"threads=1", "threads=2"}),
+            ([], ["aggregation.max_retries=3"], {"aggregation.max_retries=3"}),
+        ],
+    )
+    def test_jobs_that_differ_in_engine_or_threads_alone(self, tmp_path, overrides, axis, differing):
+        first, second = plan_jobs(tmp_path, literal_values(overrides, sweep=True), axes={"x": axis})
+        assert {*first.overrides} ^ {*second.overrides} == differing
+        resumed = plan_jobs(tmp_path, ["keep_checkpoints=1"])
+        assert resumed == [Job(job.folder, (*job.overrides, "keep_checkpoints=1")) for job in (first, second)]
+
+    @pytest.mark.parametrize(
+        "setting", ["early_stopping.patience=3", "aggregation.round_deadline=5", "statistics.max_clients=2"]
+    )
     def test_settings_that_change_results_make_new_jobs(self, tmp_path, setting):
         """A finished job has the results of the value before."""
         earlier = plan_jobs(tmp_path, ["seed=0,1"])
@@ -107,6 +125,12 @@ class TestJobs:
         (tmp_path / "0" / "images.txt").touch()
         with pytest.raises(InputError, match=rf"{STATE_FILE} contains hydra.searchpath=.*, which points outside"):
             plan_jobs(tmp_path, ["dataset.path=/b"])
+
+    def test_an_axis_of_the_file_selects_no_config_directory(self, tmp_path):
+        """The user's command gives another value of the same key."""
+        plan_jobs(tmp_path, ["seed=0,1"], axes={"x": [f"hydra.searchpath=[{tmp_path}]"]})
+        with pytest.raises(InputError, match=rf"{STATE_FILE} contains hydra.searchpath=.*, which points outside"):
+            plan_jobs(tmp_path, ["hydra.searchpath=[/usr]"])
 
     def test_relative_paths_are_those_of_the_first_directory(self, tmp_path, monkeypatch):
         first = tmp_path / "first"
