@@ -19,14 +19,15 @@ from tests.federation import Federation
 from tests.wire import arrived
 
 KINDS = {
-    **{dtype: [f"wire_dtype={dtype}"] for dtype in ("fp32", "fp16", "bf16", "int8")},
+    **{dtype: [f"wire_dtype={dtype}"] for dtype in ("fp32", "bf16")},
     "LoRA": ["tuning=lora", "tuning.rank=2"],
     "products of LoRA": ["tuning=lora", "tuning.rank=2", "tuning.aggregation=svd", "wire_dtype=int8"],
     "control variates": ["strategy=scaffold", "wire_dtype=int8"],
-    "parts for the server": ["method=orchestra", "wire_dtype=fp16"],
+    "parts for the server": ["method=orchestra", "method.projector.hidden_dim=16", "wire_dtype=fp16"],
     "several models": ["strategy=clustered", "strategy.num_images=16"],
     "all updates at once": ["strategy=median", "aggregation.max_norm_ratio=10"],
 }
+TRACED = ("control variates", "products of LoRA")  # whose memory is measured, which takes three times as long
 NUMBERS = (-1, 2**63 - 1, 1.5, 1e308, math.nan, math.inf, [], [1], [0.5] * 1000)
 VALUES = (*NUMBERS, "x", "\x1b[2J\n" * 1000, b"x", True, 2**64 - 1, ["x"] * 1000)
 
@@ -120,12 +121,13 @@ def test_damage_costs_its_client_alone(tmp_path, kind):
     first, bad, last = (sent[node] for node in federation.components.federation.nodes.values())
     expected, _ = finish((0, first), (2, last))
     content = dict(bad.content)
-    tracemalloc.start()
+    if kind in TRACED:
+        tracemalloc.start()
     changed = list(damages(content))
     for what, damaged in changed:
         bad.content = RecordDict(damaged)
+        before, _ = tracemalloc.get_traced_memory()  # 0 if nothing is traced
         tracemalloc.reset_peak()
-        before = tracemalloc.get_traced_memory()[0]
         state, result = finish((0, first), (1, bad), (2, last))
         assert tracemalloc.get_traced_memory()[1] - before < 10_000_000, what
         assert result.dropped.keys() <= {1}, what
