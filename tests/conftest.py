@@ -72,7 +72,7 @@ def _spread(items: list[pytest.Item]) -> list[pytest.Item]:
     """Put the heavy tests of deployments between other modules, without the last ones: they wait most of their time."""
     waiting = [item for item in items if item.path.parent.name == "deploy" and item.get_closest_marker("heavy")]
     others = [item for item in items if item not in waiting]
-    modules = [list(of_module) for _, of_module in itertools.groupby(others, lambda item: item.path)]
+    modules = [list(of_module) for _, of_module in itertools.groupby(others, lambda item: item.path)] or [[]]
     every = max(len(modules) * 3 // 4 // max(len(waiting), 1), 1)
     for place, item in enumerate(waiting):
         modules[min(place * every, len(modules) - 1)].append(item)

@@ -148,12 +148,7 @@ def test_the_commands_of_a_table_are_its_rows(tmp_path, name):
     without = {words.partition(" ")[2] for words, folder in folders.items() if str(folder) in others}
     assert without == NO_ROW.get(name, set())
     assert all(line.differs == {} for line in lines), [line.differs for line in lines if line.differs]
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("name", NAMES)
-def test_every_row_composes(name):
-    for overrides in {frozenset(cell.settings.items()) for cell in read_table(name)}:
+    for overrides in {frozenset(line.number.settings.items()) for line in lines if not line.runs}:  # others composed
         settings = {"experiment": name.replace(".", "/"), **dict(overrides)}
         config, choices = resolve_config([f"{key}={value}" for key, value in settings.items()])
         assert all(choices[key] == value for key, value in settings.items() if key in choices)
