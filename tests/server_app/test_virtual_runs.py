@@ -112,6 +112,7 @@ def test_another_order_of_replies_has_the_same_bits(
 
 
 @pytest.mark.heavy
+@pytest.mark.parametrize("mode", ["deadline", "buffered"], indirect=True)
 def test_ray_has_the_same_bits(folder: Path, mode: str, tmp_path: Path) -> None:
     run([*overrides(mode), "engine=ray", f"output_dir={tmp_path / 'run'}"])
     assert_equal_runs(folder, tmp_path / "run")

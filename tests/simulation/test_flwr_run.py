@@ -1,7 +1,6 @@
 """Plain ``flwr run .`` on Flower's runtime, without options."""
 
 import json
-from contextlib import nullcontext
 
 import pytest
 
@@ -9,14 +8,14 @@ from tests.busy import busy_machine
 from tests.devices import write_images
 from tests.flower import check_run_of_two_nodes, copy_app, flwr_run
 
-WORDS = "dataset.limit=60 encoder.width=4 threads=1 evaluation=none final_evaluation=none collapse_images=0"
-WORDS += " measure_resources=false dataset.mean=federated"
+TINY = "encoder.width=4 threads=1 evaluation=none final_evaluation=none collapse_images=0 measure_resources=false"
+TINY += " dataset.mean=federated"
+WORDS = f"dataset.limit=60 {TINY}"
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("beside", [nullcontext, busy_machine])
-def test_without_options_the_federation_sets_the_number_of_clients(tmp_path, beside):
-    with beside():
+def test_without_options_the_federation_sets_the_number_of_clients(tmp_path):
+    with busy_machine():
         # Only options that shorten the run. The two SuperNodes are Flower's default.
         flat = f"num-server-rounds=1 local-epochs=1 strategy='fedavg' partition-alpha=0.5 output-dir='{tmp_path}/run'"
         outcome = flwr_run(copy_app(tmp_path / "app"), "--run-config", f'{flat} overrides="{WORDS}"')
@@ -31,8 +30,7 @@ def test_supernodes_train_on_their_own_images(tmp_path):
     for seed, name in enumerate(("garden", "roof")):
         folder = write_images(tmp_path / name, 12, seed=seed)
         nodes.append(f'data-path="{folder}" client-name="{name}" state-path="{tmp_path}/states"')
-    overrides = "num_clients=2 dataset.size=8 dataset.channels=1 dataset.mean=federated"
-    overrides += " encoder.width=4 method=byol"
+    overrides = f"num_clients=2 dataset.size=8 dataset.channels=1 method=byol {TINY}"
     flat = f"dataset='folder' num-server-rounds=2 local-epochs=1 output-dir='{tmp_path}/run'"
     outcome = flwr_run(copy_app(tmp_path / "app"), "--run-config", f'{flat} overrides="{overrides}"', devices=nodes)
     assert outcome.status == "finished:completed", outcome.log

@@ -216,6 +216,7 @@ def test_names_of_a_runs_images_have_no_path(tmp_path: Path) -> None:
 def test_a_run_shows_the_images_of_its_clients(tmp_path: Path) -> None:
     command = "from fedssl.command_line import fedssl; fedssl()"
     settings = ["rounds=1", "local_epochs=1", "num_clients=3", "dataset.limit=60", "evaluate_every=0"]
+    settings += ["encoder.width=4", "threads=1", "collapse_images=0", "measure_resources=false"]
     arguments = [sys.executable, "-c", command, *settings, "final_evaluation=knn", f"output_dir={tmp_path / 'run'}"]
     subprocess.run(arguments, check=True, cwd=tmp_path)
     _, data = explore(tmp_path / "run")
