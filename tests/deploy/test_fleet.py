@@ -48,16 +48,32 @@ def post(port, path, keys):
         return error.code
 
 
+@pytest.fixture
+def sources(image_folders, tmp_path):
+    """The images of three owners as a shard, a manifest and DICOM files."""
+    shard, manifest, scans = tmp_path / "shard-000.tar", tmp_path / "manifest.csv", tmp_path / "scans"
+    with tarfile.open(shard, "w") as archive:
+        for file in sorted(image_folders["a"].iterdir()):
+            archive.add(file, file.name)
+    lines = [f"{file},patient {file.stem}" for file in sorted(image_folders["b"].iterdir())]
+    manifest.write_text("\n".join(["path,group", *lines]))
+    scans.mkdir()
+    for file in sorted(image_folders["c"].iterdir()):
+        (scans / file.stem).write_bytes(make(np.asarray(Image.open(file)), bits=8))
+    return {"a": shard, "b": manifest, "c": scans}
+
+
 @pytest.mark.heavy
-def test_a_fleet_and_the_simulation_are_bit_identical(image_folders, tmp_path):
+def test_a_fleet_and_the_simulation_are_bit_identical(image_folders, sources, tmp_path):
+    """The simulation has the same images as folders of PNG files."""
     overrides = [*SEEDED, "strategy=fedu", "method=byol", "rounds=2"]
     own = [f"dataset.path={tmp_path / 'images'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]
     simulate([*overrides, *own, f"output_dir={tmp_path / 'simulation'}"])
     numbers = partitions(tmp_path / "simulation")
-    with fleet(*image_folders) as running:
-        for name, folder in image_folders.items():
+    with fleet(*sources) as running:
+        for name, path in sources.items():
             running.start_node(
-                name, data_path=folder, client_name=name, state_path=tmp_path / name, partition_id=numbers[name]
+                name, data_path=path, client_name=name, state_path=tmp_path / name, partition_id=numbers[name]
             )
         running.start_node("stranger", data_path=image_folders["a"])
         running.wait_for_nodes(3)
@@ -194,31 +210,3 @@ def test_a_run_resumes_after_its_superlink_was_killed(image_folders, tmp_path):
         assert status == 0, output
     assert model_bits(simulation) == model_bits(run)
     assert [row["round"] for row in rows(run)] == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.heavy
-def test_devices_have_a_shard_a_manifest_and_dicom(image_folders, tmp_path):
-    """Equal to a simulation of the same images as folders of PNG files."""
-    shard, scans = tmp_path / "shard-000.tar", tmp_path / "scans"
-    with tarfile.open(shard, "w") as archive:
-        for file in sorted(image_folders["a"].iterdir()):
-            archive.add(file, file.name)
-    manifest = tmp_path / "manifest.csv"
-    rows = [f"{file},patient {file.stem}" for file in sorted(image_folders["b"].iterdir())]
-    manifest.write_text("\n".join(["path,group", *rows]))
-    scans.mkdir()
-    for file in sorted(image_folders["c"].iterdir()):
-        (scans / file.stem).write_bytes(make(np.asarray(Image.open(file)), bits=8))
-    overrides = [*SEEDED, "strategy=fedavg", "rounds=2"]
-    own = [f"dataset.path={tmp_path / 'images'}", "dataset.folders=owner", "partition=natural", "num_clients=3"]
-    simulate([*overrides, *own, f"output_dir={tmp_path / 'simulation'}"])
-    numbers = partitions(tmp_path / "simulation")
-    with fleet(*image_folders) as running:
-        for name, path in {"a": shard, "b": manifest, "c": scans}.items():
-            running.start_node(
-                name, data_path=path, client_name=name, state_path=tmp_path / name, partition_id=numbers[name]
-            )
-        running.wait_for_nodes(3)
-        status, output = running.run(*overrides, "num_clients=3", f"output_dir={tmp_path / 'fleet'}")
-        assert status == 0, output
-    assert model_bits(tmp_path / "simulation") == model_bits(tmp_path / "fleet")

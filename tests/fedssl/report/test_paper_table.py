@@ -22,7 +22,9 @@ TABLE1 = ["experiment=l_dawa/table1", "strategy=l_dawa", "local_epochs=5"]
 def job(folder: Path, *overrides: str, **final: dict[str, float]) -> Path:
     """A finished run with these words and results."""
     folder.mkdir(parents=True)
-    save_run(compose(list(overrides)).recording, folder)  # the first file, whose time is that of the run
+    settings = compose(list(overrides))
+    settings.algorithm.strategy.instantiate()
+    save_run(settings.recording, folder)  # the first file, whose time is that of the run
     return write_run(folder, (), final=final)
 
 
