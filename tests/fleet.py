@@ -279,6 +279,17 @@ def nginx(site: str, one: Fleet) -> Iterator[None]:
     yield
 
 
+def slow_device(folder: Path) -> dict[str, str]:
+    """Return the environment of a device that pauses before each message, so that endless runs leave cores to others.
+
+    Python reads sitecustomize.py in ``folder`` at its start.
+    """
+    pause = "import sys, time\nif any(word.endswith('flwr-clientapp') for word in sys.orig_argv): time.sleep(3)\n"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(pause)
+    return {"PYTHONPATH": str(folder)}
+
+
 def program(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
 

@@ -18,7 +18,7 @@ from fedssl.fleet.kit import Kit
 from fedssl.wire.device import installed_versions
 from tests.deploy.test_fleet import SMALL, rows, took_part
 from tests.devices import write_images
-from tests.fleet import DEPLOY, fleet, until
+from tests.fleet import DEPLOY, fleet, slow_device, until
 
 pytestmark = pytest.mark.heavy
 
@@ -45,7 +45,8 @@ class EndlessRun:
     def __init__(self, running, folder):
         self.running, self.folder = running, folder / "run"
         images = write_images(folder / "a", 9)
-        running.start_node("a", client_name="a", data_path=images, state_path=folder / "states")
+        start = {"client_name": "a", "data_path": images, "state_path": folder / "states"}
+        running.start_node("a", environment=slow_device(folder / "slow"), **start)
         running.wait_for_nodes(1)
         overrides = ["num_clients=1", "rounds=100000", "aggregation.min_updates=1", "aggregation.max_retries=50"]
         self.process = running.submit(*SMALL, *overrides, f"output_dir={self.folder}")

@@ -23,7 +23,7 @@ from fedssl.fleet.encoders import stored_encoders
 from fedssl.fleet.watch import Thresholds
 from tests.deploy.test_fleet import SMALL, rows, took_part
 from tests.devices import write_images
-from tests.fleet import INSTALLATION, REPOSITORY, fleet, until
+from tests.fleet import INSTALLATION, REPOSITORY, fleet, slow_device, until
 from tests.flower import copy_app
 
 OLD, SAFETENSORS = "0.0.9", "0.4.5"
@@ -102,10 +102,13 @@ def test_devices_are_upgraded_before_and_after_the_server(old, tmp_path):
             assert f"fedssl {OLD}, flwr" in device_command(old_environment, "setup", kit["output"], *folders)
             shutil.copy(tmp_path / name / "node.key", running.keys / "nodes" / f"{name}.key")
 
+        slow = slow_device(tmp_path / "slow")
+
         def start(name, environment):
             limits = tmp_path / name / "limits.yaml"
             paths = {"data_path": tmp_path / "images" / name, "state_path": states[name], "limits": limits}
-            running.start_node(name, port=running.port, installation=environment, client_name=name, **paths)
+            start = {"port": running.port, "installation": environment, "environment": slow if name == "a" else {}}
+            running.start_node(name, **start, client_name=name, **paths)
 
         def listed():
             devices = json.loads(cli.list_devices(Namespace(**superlink, json=True, run=run)))

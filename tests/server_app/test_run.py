@@ -251,13 +251,12 @@ assert not slow, slow
 
 @pytest.mark.heavy
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", [["rounds=6"], []])
-def test_the_default_run_beats_pixels_and_an_untrained_encoder(tmp_path, overrides):
-    """Two labels per class: 82.2 and 83.1% after 6 rounds, seeds 0 and 1, beside 75.9 and 76.9 of pixels.
+def test_the_default_run_beats_pixels_and_an_untrained_encoder(tmp_path):
+    """The table of the README: two labels per class give 82.9% beside 75.9% of pixels.
 
     It imports neither torch's compiler nor torchvision, nor what reads DICOM.
     """
-    command = [sys.executable, "-c", RUN, *overrides, "threads=1", f"output_dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-c", RUN, "threads=1", f"output_dir={tmp_path / 'run'}"]
     finished = subprocess.run(command, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert (tmp_path / "run" / "figures" / "partition.png").stat().st_size > 10_000  # rendered

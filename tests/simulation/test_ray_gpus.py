@@ -20,20 +20,24 @@ from simulation.resources import ClientResources, Host, fit_clients
 from tests.simulation.test_ray_grid import adding_app, ask, facts, stop, wait_for_actors
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize(("gpus", "fraction"), [(1, 0.25), (2, 0.5), (4, 1.0)])
-def test_all_actors_and_gpus_are_used(hosts, tmp_path, gpus, fraction):
-    assert hosts[0].gpus == 4
+def test_four_clients_share_the_gpus_of_a_host(gpus, fraction):
     client, actors = fit_clients([Host(4, gpus)], client_cpus=None, client_gpus=None, threads=4, max_clients=100)
     assert (client.gpus, actors) == (fraction, 4)
-    client = ClientResources(0, client.gpus)  # this machine may have fewer than four cores
-    placements = place_clients(hosts, client=client, clients=actors)
+
+
+@pytest.mark.heavy
+def test_all_actors_and_gpus_are_used(hosts, tmp_path):
+    """Clients that need half a GPU: see below; a whole one leaves no choice."""
+    assert hosts[0].gpus == 4
+    client = ClientResources(0, 0.25)  # this machine may have fewer than four cores
+    placements = place_clients(hosts, client=client, clients=4)
     app = adding_app(tmp_path)
     grid = RayGrid(num_clients=4, placements=placements, client=client, client_app=app)
     wait_for_actors(grid)
     replies = ask(grid, **{f"sleep-{client}": 0.5 for client in range(4)})
     assert len(set(facts(replies, "pid"))) == 4
-    assert set(facts(replies, "gpu")) == {0, 1, 2, 3}  # without placements Ray fills the first `gpus` GPUs
+    assert set(facts(replies, "gpu")) == {0, 1, 2, 3}  # without placements Ray fills the first GPU
     stop(grid, placements)
 
 

@@ -1,9 +1,11 @@
 """tuning=adapter: the adapters' output and gradients, where they are, and what is trained, exchanged and exported."""
 
 import copy
+from unittest.mock import patch
 
 import pytest
 import torch
+from torchvision.models import VisionTransformer
 
 from fedssl.config.load import compose
 from fedssl.encoders import conv_small, resnet18, resnet50, timm, torchvision, vit_tiny
@@ -37,9 +39,16 @@ ENCODERS = {
     "timm-unknown": lambda: timm(name="mobilenetv3_small_050", channels=1, size=32),
     "torchvision-efficientnet": lambda: torchvision(name="efficientnet_b0", channels=1, size=32),
     "torchvision-resnet": lambda: torchvision(name="resnet18", channels=1, size=32),
-    "torchvision-vit": lambda: torchvision(name="vit_b_32", channels=1, size=32),
+    "torchvision-vit": lambda: torchvision_vit(),
     "torchvision-unknown": lambda: torchvision(name="shufflenet_v2_x0_5", channels=1, size=32),
 }
+
+
+def torchvision_vit():
+    """torchvision's smallest one has 88 million weights."""
+    sizes = {"patch_size": 16, "num_layers": 3, "num_heads": 2, "hidden_dim": 8, "mlp_dim": 16}
+    with patch("torchvision.models.get_model", lambda name, image_size: VisionTransformer(image_size, **sizes)):
+        return torchvision(name="vit_b_32", channels=1, size=32)
 
 
 def images_of(encoder, count=2):
