@@ -21,7 +21,10 @@ NO_LEARNING = ["optimizer.lr=0", "rounds=1"]
 OWN_EXPERIMENTS = {"dino": 3, "ibot": 10, "ijepa": 5, "mae": 5}
 METHODS = [name for name in methods.WHOLE if name not in {*OWN_EXPERIMENTS, "distillation"}]  # which needs a teacher
 NEEDS = {"byol": ["method.projector.last_batch_norm=true"], "simsiam": ["method.projector.num_layers=1"]}
-ON_DIGITS = {"orchestra": ["num_clients=10", "rounds=10", "batch_size=16", "optimizer=sgd", "optimizer.lr=0.01"]}
+# After the 10 rounds of docs/learning.md Orchestra is at 75.5 with seed 0 on some processors, and pixels are at 75.9.
+ON_DIGITS = {"orchestra": ["num_clients=10", "rounds=16", "batch_size=16", "optimizer=sgd", "optimizer.lr=0.01"]}
+SOON = ("barlow_twins", "fed_align_uniform", "fedca", "fedsc", "fedx", "lejepa")  # 80.6 or more after 4 of 8 rounds
+ON_DIGITS |= {method: ["rounds=4"] for method in SOON}
 ON_IMAGES = {"orchestra": ["augmentation=orchestra"]}
 
 
