@@ -16,7 +16,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("undisturbed")
 
 
-@pytest.mark.parametrize("number", some(range(36), default=(3,)))
+@pytest.mark.parametrize("number", some(range(72), default=(3,)))
 def test_a_schedule_keeps_its_invariants(number: int, tmp_path: Path, base: Path) -> None:
     schedule = make_schedule(number)
     print(schedule)

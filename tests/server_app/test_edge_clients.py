@@ -19,6 +19,7 @@ from server_app.nodes import ClientDirectory, discover_clients
 from simulation.grid import LocalGrid
 from simulation.run import run as simulate
 from tests.devices import SMALL, Devices, context, run_server_app, write_images, write_places
+from tests.methods import overrides_of
 from tests.runs import model_bits, read_lines
 
 
@@ -53,9 +54,13 @@ def devices(places, tmp_path, **others):
         *(
             pytest.param(overrides, marks=pytest.mark.heavy)
             for overrides in (
-                ["strategy=fednova", "local_epochs=2", "optimizer=sam", "server_optimizer=fedadagrad"],
-                ["strategy=moon", "model_average=ema"],
+                ["strategy=fedbn"],
+                ["strategy=feddyn"],
+                ["strategy=fednova", "local_epochs=2"],
+                ["strategy=moon", "optimizer=sam"],
+                ["method=ssd", "method.hidden_dim=8", "strategy=fedexp", "model_average=ema"],
                 ["method=fedsc", "method.projector.hidden_dim=8", "strategy=fedavg", "wire_dtype=int8"],
+                [*overrides_of("mar"), "strategy=fedavg", "server_optimizer=fedadagrad"],
             )
         ),
     ],

@@ -243,7 +243,7 @@ def outside(workspace):
     }
 
 
-@pytest.mark.parametrize("case", some(range(2 * len(DAMAGES)), default=[11]))
+@pytest.mark.parametrize("case", some(range(4 * len(DAMAGES)), default=[11]))
 def test_a_damaged_folder_is_used_or_rejected_in_one_sentence(workspace, case, capfd, caplog):
     draw = random.Random(case)
     damage = DAMAGES[case % len(DAMAGES)]
