@@ -264,7 +264,8 @@ class Run:
             from fedssl.evaluation.scores import to_flat_dict
 
             words = _words(overrides, path, self._config_dirs, settings)
-            own = [] if "encoder" in settings else [f"run={quote_value(str(self.path))}"]
+            of_file = any(word.startswith("encoder=") for word in words)
+            own = [] if of_file else [f"run={quote_value(str(self.path))}"]
             return to_flat_dict(evaluate_encoder([*own, *words]).results)
 
 

@@ -12,8 +12,10 @@ never on both sides of the cross-validation. Labeled images, and copies of them,
 """
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from string import digits
 
 import numpy as np
 
@@ -121,7 +123,21 @@ def _label_next(
         hint += f"; the others{considered} are near duplicates of these or of labeled ones (cosine from {DUPLICATE})"
     if any(place.part for place in pool.images.places(np.sort(pool.rows[chosen]))):
         hint += "; some are parts of files: write their labels beside the images, not into this table"
+    elif len(chosen):
+        hint += f"; once labeled, {_continuation(options.labeled, table)}"
     return chosen, hint
+
+
+def _continuation(labeled: Path | None, table: Path) -> str:
+    """Return how to use the labels of a table together with those of ``labeled``."""
+    tables = table.with_name(f"{table.stem.rstrip(digits)}*{table.suffix}")
+    if labeled is None or labeled.absolute().match(str(tables.absolute())):
+        both = tables
+    elif ".csv" not in labeled.name:
+        return f"add them to {labeled}"
+    else:
+        both = labeled if str(tables) in str(labeled) else Path(f"{{{labeled},{tables}}}")
+    return f"continue with {shlex.quote(f'labeled={both}')} and another next="
 
 
 def _rows_to_label(

@@ -52,6 +52,25 @@ def read_options(
     return options, {override.key_or_group.removeprefix(DATA_SET): override.value() for override in parsed}
 
 
+def check_effect(command: str, overrides: Sequence[str], *, groups: Collection[str]) -> None:
+    """Raise an `InputError` for settings outside the groups, and for statistics, which are the encoder's."""
+    for override in overrides:
+        key = override.partition("=")[0].lstrip("+~").rpartition("@")[2]
+        group = key.partition(".")[0]
+        if key in (f"{DATA_SET}mean", f"{DATA_SET}std"):
+            raise InputError(
+                f"{override} has no effect on {command}, which standardizes images as in the encoder's training; "
+                "remove it"
+            )
+        if group in groups or key == SEARCHPATH_KEY:
+            continue
+        is_final = key == "final_evaluation" and "evaluation" in groups
+        remedy = f"write {override.removeprefix('final_')}" if is_final else "remove it"
+        raise InputError(
+            f"{override} has no effect on {command}; {remedy} (allowed are settings of {', '.join(groups)})"
+        )
+
+
 def source_of(options: Mapping[str, str]) -> Path:
     """Return the path of ``run=DIR`` or ``encoder=FILE``; `InputError` for none or both."""
     if ("run" in options) == ("encoder" in options):
@@ -102,7 +121,7 @@ def check_output(key: str, file: Path, *endings: str) -> None:
 def check_new(key: str, file: Path) -> None:
     """Raise an `InputError` if a file exists."""
     if file.exists() or file.is_symlink():
-        raise InputError(f"{file} exists already; remove it, or choose another file with {key}=")
+        raise InputError(f"{file} exists already; choose another file with {key}=")
 
 
 def encoder_file(source: Path) -> Path:

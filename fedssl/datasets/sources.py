@@ -122,6 +122,8 @@ def _matching(pattern: Path, endings: Collection[str], setting: str) -> Listing:
     )
     if len(patterns) > 1:
         patterns = [each / "**" / "*" if is_folder(each) and not is_zarr(each) else each for each in patterns]
+    if len({each.is_absolute() for each in patterns}) > 1:
+        patterns = [each.absolute() for each in patterns]
     bases = list(map(_fixed_part, patterns))
     found = [_matches(each, base) for each, base in zip(patterns, bases, strict=True)]
     missing = [str(each) for each, files in zip(patterns, found, strict=True) if not files]

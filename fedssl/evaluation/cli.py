@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.atomic_files import make_subfolder, write_text
-from fedssl.config.commands import encoder_file, run_with_overrides, source_of
+from fedssl.config.commands import check_effect, encoder_file, run_with_overrides, source_of
 from fedssl.config.compose import resolve_config
 from fedssl.config.hydra_internals import apply_overrides
 from fedssl.config.literal import user_path
@@ -53,6 +53,7 @@ USAGE = (
     "       fedssl-evaluate encoder=FILE dataset=NAME ...\n"
     "       --config-dir FOLDER: folder with the settings of your own encoder or data set"
 )
+_GROUPS = ("dataset", "evaluation", "experiment", "seed", "threads", "device")  # that act on an evaluation
 
 
 class Evaluation(NamedTuple):
@@ -84,6 +85,7 @@ def evaluate_encoder(overrides: Sequence[str]) -> Evaluation:
     others = [override for override in overrides if override.partition("=")[0] not in ("run", "encoder")]
     file = encoder_file(source)
     settings = compose_evaluation(others, run=source if "run" in values else None)
+    check_effect("fedssl-evaluate", others, groups=_GROUPS)
     protocol = settings.evaluation.protocol.instantiate()
     torch.set_num_threads(settings.machine.threads)
     encoder = load_user_encoder(file, search_folders(others))

@@ -1,6 +1,7 @@
 """Results of evaluations: numbers with units.
 
-Files store a result as a plain number under its name, and its standard deviation under the name with suffix ``_std``.
+Files store a result as a plain number under its name, and its standard deviation under the name with suffix ``_std``,
+unless a result has that name, such as one on a domain ``std``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -85,17 +86,18 @@ def as_scores(results: Mapping[str, Score | float], units: Mapping[str, str] | N
     """Convert the results of a protocol or a file to scores.
 
     The standard deviation of a plain number is under its name with suffix ``_std``. ``units`` are those of plain
-    numbers, by name; numbers without a unit are accuracies.
+    numbers, by name; numbers without a unit are accuracies, and a number with one is no deviation.
     """
     units = units or {}
     numbers = {name: result for name, result in results.items() if not isinstance(result, Score)}
-    std_names = {name + _STD_SUFFIX for name in numbers} & numbers.keys()
+    std_names = {name + _STD_SUFFIX for name in numbers}
+    deviations = {name: number for name, number in numbers.items() if name in std_names and name not in units}
     scores = {}
     for name, result in results.items():
         if isinstance(result, Score):
             scores[name] = result
-        elif name not in std_names:
-            scores[name] = Score(float(result), units.get(name, ACCURACY), numbers.get(name + _STD_SUFFIX))
+        elif name not in deviations:
+            scores[name] = Score(float(result), units.get(name, ACCURACY), deviations.get(name + _STD_SUFFIX))
     return scores
 
 
@@ -110,7 +112,7 @@ def to_flat_dict(scores: Mapping[str, Score]) -> dict[str, float]:
     numbers = {}
     for name, score in scores.items():
         numbers[name] = score.value
-        if score.std is not None:
+        if score.std is not None and name + _STD_SUFFIX not in scores:
             numbers[name + _STD_SUFFIX] = score.std
     return numbers
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedssl.config.commands import encoder_file, run_with_overrides, source_of
+from fedssl.config.commands import check_effect, encoder_file, run_with_overrides, source_of
 from fedssl.config.literal import path_of
 from fedssl.config.overrides import did_you_mean
 from fedssl.config.targets import SEARCHPATH_KEY, search_folders, user_encoder
@@ -95,6 +95,7 @@ def _check(options: Mapping[str, str], others: Sequence[str]) -> bool:
 def _images(source: ExportSource, others: Sequence[str]) -> Tensor:
     """Draw the images for int8 from the data set, with the encoder's channels and size."""
     settings = compose_evaluation(others, run=None if source.run is None else source.run.folder)
+    check_effect("fedssl-export", others, groups=("dataset", "experiment", "seed"))
     given = {override.partition("=")[0] for override in others} - {"dataset.size"}
     images = load_federated(match_encoder(source.encoder, settings.data, given=given)).images
     if len(images) < CALIBRATION + MEASURED:

@@ -21,7 +21,7 @@ from fedssl.export.encoder_file import load_encoder
 from fedssl.export.preprocess import Preprocess
 from fedssl.export.source import ExportSource, represent
 from fedssl.export.timm_weights import TimmModel, has_timm, timm_model, timm_weights
-from fedssl.export.weights import write_safetensors, write_weights
+from fedssl.export.weights import KEY, write_safetensors, write_weights
 from fedssl.plots.partition import read_partition_table
 from fedssl.runs.run import Run
 
@@ -67,7 +67,8 @@ def write_huggingface(source: ExportSource, folder: Path) -> None:
     if timm is None:
         write_safetensors(folder / WEIGHTS, source.content)
     else:
-        write_weights(folder / WEIGHTS, timm_weights(source), metadata={})
+        metadata = {KEY: json.dumps(source.metadata_dict())}  # which `encoder.weights=FOLDER` reads
+        write_weights(folder / WEIGHTS, timm_weights(source), metadata=metadata)
     texts = {CONFIG: _config(source, timm), PREPROCESSING: _preprocessing(source)}
     for name, values in texts.items():
         (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -154,7 +154,7 @@ def _fit(
     """Return the tensors with the encoder's names, shapes and dtypes, and a description of those that were adapted."""
     tensors: dict[str, Tensor] = {}
     adapted, misshapen, infinite = [], [], []
-    values = {name: checkpoint.tensors[stored].detach() for name, stored in match.sources.items()}
+    values = {name: _widened(checkpoint.tensors[stored].detach()) for name, stored in match.sources.items()}
     if fold_class_position(values, encoder):
         adapted.append("the class token by its position")
     for name, value in values.items():
@@ -183,6 +183,11 @@ def _fit(
             f"{_remedy(encoder, problems)}"
         )
     return tensors, adapted
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """Return weights in half precision as float32, in which sums and interpolations are exact enough."""
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
 
 
 def _remedy(encoder: Encoder, problems: Mapping[str, Collection[str]]) -> str:

@@ -124,8 +124,11 @@ def test_several_encoders_are_named(run, tmp_path):
         _ = fedssl.load(several).encoder
     call = str(error.value).partition("with ")[2]
     assert eval(call).feature_dim == run.encoder.feature_dim
-    results = fedssl.load(several).evaluate(encoder=several / "encoder-even.pt", dataset="digits", dataset__limit=50)
+    even = several / "encoder-even.pt"
+    settings = {"dataset": "digits", "dataset__limit": 50}
+    results = fedssl.load(several).evaluate(encoder=even, **settings)
     assert results.keys() == {"knn"}
+    assert fedssl.load(several).evaluate(f"encoder={even}", **settings) == results
 
 
 def test_evaluations_return_what_they_store(run):

@@ -19,44 +19,9 @@ from fedssl.classify.classifier import Classifier
 from fedssl.classify.cli import run as classify
 from fedssl.command_line import run_command
 from fedssl.embedding import load_embedder
-from fedssl.errors import InputError, RunError
-from fedssl.export.cli import run as export
+from fedssl.errors import RunError
+from tests.fedssl.classify.conftest import COLORS, table, write
 from tests.fedssl.embedding.test_cli import WITHOUT_TORCH
-from tests.fedssl.export.test_formats import SMALL, write_encoder
-
-COLORS = {"rød, 1": (250, 60, 60), "green": (60, 250, 60), "blue": (60, 60, 250)}
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    write_encoder(folder / "encoder.pt", SMALL)
-    export([f"run={folder}", "format=onnx"])
-    return folder
-
-
-@pytest.fixture
-def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Noisy images of three colors, of which six each are labeled, and two of these are also in photos."""
-    monkeypatch.chdir(tmp_path)
-    for name in COLORS:
-        for number in range(12):
-            folder = Path("photos", "labeled", name) if number < 6 else Path("photos")
-            write(folder / f"{name}-{number}.png", name, seed=number)
-    for number in range(2):
-        shutil.copy(f"photos/labeled/blue/blue-{number}.png", f"photos/copy-{number}.png")
-    return tmp_path / "photos"
-
-
-def write(file: Path, name: str, *, seed: int) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    noise = np.random.default_rng([seed, len(name)]).integers(-60, 60, (11, 9, 3))
-    Image.fromarray(np.clip(np.array(COLORS[name]) + noise, 0, 255).astype(np.uint8)).save(file)
-
-
-def table(file: str) -> list[dict[str, str]]:
-    with Path(file).open(newline="") as stream:
-        return list(csv.DictReader(stream))
 
 
 def test_unlabeled_images_get_their_class_and_probabilities(run: Path, photos: Path) -> None:
@@ -112,25 +77,6 @@ def test_an_image_of_something_else_is_unusual(run: Path, photos: Path) -> None:
     assert len(unusual) < 6
 
 
-@pytest.mark.parametrize("labeled", [True, False])
-def test_images_to_label_next_are_labeled_once_written(run: Path, photos: Path, labeled: bool) -> None:
-    known = ["labeled=photos/labeled"] * labeled
-    text = classify([f"run={run}", *known, "images=photos", "label_next=6", "out=p.csv"][: None if labeled else -1])
-    assert "images to label next: label_next.csv" in text
-    lines = table("label_next.csv")
-    assert len(lines) == 6
-    assert ("prediction" in lines[0]) == labeled
-    names = [Path(line["path"]).name for line in lines]
-    assert not any(name.startswith("copy") for name in names) or not labeled
-    assert labeled <= {*names}.isdisjoint(path.name for path in photos.glob("labeled/*/*"))
-    with Path("label_next.csv").open("w", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(["path", "label"])
-        labeled = [(line["path"], line["path"].rpartition("/")[2].rpartition("-")[0]) for line in lines]
-        writer.writerows((path, label.replace("copy", "blue")) for path, label in labeled)
-    assert "6 labeled images of 3 classes" in classify([f"run={run}", "labeled=label_next.csv"])
-
-
 @pytest.mark.parametrize("space", ["\u202f", "\u3000", "\u200c", "\u200d", "\xa0", "\u200e", "\ufeff"])
 def test_names_with_spaces_of_any_script_can_be_labeled(run: Path, photos: Path, space: str) -> None:
     for number, name in enumerate(list(COLORS) * 4):
@@ -148,36 +94,6 @@ def test_names_with_spaces_of_any_script_can_be_labeled(run: Path, photos: Path,
     assert "6 labeled images of 2 classes" in classify([f"run={run}", "labeled=photos/next.csv"])
 
 
-def test_names_that_no_table_can_hold_are_not_labeled_next(run: Path, photos: Path) -> None:
-    words = [f"run={run}", "images=photos/new", "label_next=9"]
-    for number, name in enumerate(("a\nb", "\x1b[2J", "\u202e", "\udcff", "b")):
-        write(photos / "new" / f"{name}.png", "blue", seed=number)
-    text = classify(words)
-    assert "without 4 images whose names or folders have control characters or are not in UTF-8" in text
-    assert [line["path"] for line in table("label_next.csv")] == ["./photos/new/b.png"]
-    (photos / "new" / "b.png").unlink()
-    with pytest.raises(InputError, match="without a label but 4 images whose names .*; rename these, or give others"):
-        classify([*words, "next=n.csv"])
-
-
-def test_fewer_images_to_label_next_have_a_reason(run: Path, photos: Path) -> None:
-    words, reason = (
-        [f"run={run}", "images=photos/new"],
-        "near duplicates of these or of labeled ones (cosine from 0.99)",
-    )
-    pixels = np.array(Image.open("photos/green-6.png"))
-    (photos / "new").mkdir()
-    for number, file in enumerate(["new/0", "new/1", "new/2", "new/3", "labeled/green/near"]):
-        Image.fromarray(np.maximum(pixels, number)).save(f"photos/{file}.png")
-    write(photos / "new" / "other.png", "blue", seed=0)
-    text = classify([*words, "label_next=4", "next=a.csv"])
-    assert text == f"2 images to label next: a.csv; the others are {reason}"
-    assert classify([*words, "label_next=2", "next=b.csv"]) == "2 images to label next: b.csv"
-    (photos / "new" / "other.png").unlink()
-    text = classify([*words, "labeled=photos/labeled", "label_next=3", "next=c.csv"])
-    assert text.endswith(f"0 images to label next: c.csv; the others are {reason}")
-
-
 @pytest.mark.parametrize("classes", [("+", "-"), ("@", "++")])
 def test_signs_are_classes_and_begin_names(run: Path, photos: Path, classes: tuple[str, str]) -> None:
     for number in range(12):
@@ -190,22 +106,6 @@ def test_signs_are_classes_and_begin_names(run: Path, photos: Path, classes: tup
     assert all((photos / "new" / line["path"]).is_file() for line in lines)
     assert {line["path"][:2] for line in lines} == {"./"}
     assert {line["prediction"] for line in table("label_next.csv")} == {classes[1]}
-
-
-def test_parts_of_files_have_no_labels_in_the_next_table(run: Path, tmp_path: Path) -> None:
-    np.save(tmp_path / "stack.npy", np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8))
-    text = classify([f"run={run}", f"images={tmp_path / 'stack.npy'}", "label_next=2", f"next={tmp_path / 'n.csv'}"])
-    assert text.endswith("some are parts of files: write their labels beside the images, not into this table")
-    assert ".npy[" in (tmp_path / "n.csv").read_text()
-
-
-def test_rows_without_a_label_are_labeled_next(run: Path, photos: Path) -> None:
-    rows = [(path, path.name.rpartition("-")[0]) for path in photos.glob("labeled/*/*.png")]
-    rows += [(path, " ") for path in photos.glob("[bgr]*.png")]
-    with Path("labels.csv").open("w", newline="") as stream:
-        csv.writer(stream).writerows([("path", "label"), *rows])
-    classify([f"run={run}", "labeled=labels.csv", "label_next=5"])
-    assert {Path(line["path"]).parent.absolute() for line in table("label_next.csv")} == {photos}
 
 
 @pytest.mark.parametrize("backend", ["onnx", pytest.param("torch", marks=pytest.mark.heavy)])
@@ -309,7 +209,7 @@ def prepared(case: str) -> None:
         ("", ["labeled=photos/labeled", "include_labeled=yes", "images=photos"], "include_labeled=true or"),
         ("", ["labeled=photos/labeled", "label_next=2"], "no image without a label; give others with images=PATH"),
         ("", ["labeled=photos/labeled", "backend=tf"], "backend=tf"),
-        ("exists", ["labeled=photos/labeled", "images=photos"], "predictions.csv exists already; remove it"),
+        ("exists", ["labeled=photos/labeled", "images=photos"], "predictions.csv exists already; choose another file"),
         ("exists", ["labeled=nowhere", "images=photos"], "labeled: nowhere is not a folder"),
         ("one class", ["labeled=photos/labeled"], "one class only, but a classifier needs two"),
         ("two labels", ["labeled=photos/labeled"], "blue/again.png and .* the same image, but labeled 'blue' and 'gr"),

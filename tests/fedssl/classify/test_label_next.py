@@ -1,9 +1,18 @@
-"""Images to label next."""
+"""Images to label next, and their tables."""
+
+import csv
+import re
+from pathlib import Path
 
 import numpy as np
+import pytest
+from PIL import Image
 
+from fedssl.classify.cli import run as classify
 from fedssl.classify.label_next import largest_cosines, next_to_label, typical, uncertain
 from fedssl.embedding.embeddings import unit_features
+from fedssl.errors import InputError
+from tests.fedssl.classify.conftest import table, write, write_labels
 
 
 def groups_of_images(sizes: list[int], *, spread: float = 0.3) -> tuple[np.ndarray, np.ndarray]:
@@ -79,3 +88,98 @@ def test_cosines_equal_those_of_pairs() -> None:
     expected = [max(x[i] @ x[j] for j in range(12) if groups[i] != groups[j]) for i in range(12)]
     np.testing.assert_allclose(largest_cosines(x, x, groups=groups), expected, rtol=1e-5)
     assert largest_cosines(x, x[:0]).tolist() == [-1] * 12
+
+
+@pytest.mark.parametrize("labeled", [True, False])
+def test_images_to_label_next_are_labeled_once_written(run: Path, photos: Path, labeled: bool) -> None:
+    known = ["labeled=photos/labeled"] * labeled
+    text = classify([f"run={run}", *known, "images=photos", "label_next=6", "out=p.csv"][: None if labeled else -1])
+    assert "images to label next: label_next.csv" in text
+    lines = table("label_next.csv")
+    assert len(lines) == 6
+    assert ("prediction" in lines[0]) == labeled
+    names = [Path(line["path"]).name for line in lines]
+    assert not any(name.startswith("copy") for name in names) or not labeled
+    assert labeled <= {*names}.isdisjoint(path.name for path in photos.glob("labeled/*/*"))
+    assert labeled == text.endswith("once labeled, add them to photos/labeled")
+    write_labels("label_next.csv")
+    assert "6 labeled images of 3 classes" in classify([f"run={run}", "labeled=label_next.csv"])
+
+
+def test_the_next_round_keeps_all_labels(run: Path, photos: Path) -> None:
+    words = [f"run={run}", "images=photos", "label_next=6"]
+    rounds = {"label_next.csv": 6, "label_next2.csv": 3, "label_next3.csv": 6}
+    labeled, known, proposed = [], 0, set[str]()
+    for number, (file, count) in enumerate(rounds.items()):
+        text = classify([*words, *labeled, f"next={file}", f"out={number}.csv"][: None if labeled else -1])
+        (word,) = re.findall("once labeled, continue with '(.*)' and another next=$", text)
+        assert word == "labeled=label_next*.csv"
+        assert not labeled or f"{known} labeled images of " in text
+        assert proposed.isdisjoint(line["path"] for line in table(file))
+        write_labels(file, count=count)
+        labeled, known = [word], known + count
+        proposed |= {line["path"] for line in table(file) if line["label"]}
+    with pytest.raises(InputError, match=r"^label_next\.csv exists already; choose another file with next=$"):
+        classify([*words, *labeled, "out=3.csv"])
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_labels_of_two_tables_are_used_together(run: Path, photos: Path, absolute: bool) -> None:
+    labeled = photos.parent / "labels.csv" if absolute else Path("labels.csv")
+    rows = [(path, path.parent.name) for path in photos.glob("labeled/*/*.png")]
+    with labeled.open("w", newline="") as stream:
+        csv.writer(stream).writerows([("path", "label"), *rows])
+    words = [f"run={run}", "images=photos", "label_next=6"]
+    text = classify([*words, f"labeled={labeled}"])
+    both = f"labeled={{{labeled},label_next*.csv}}"
+    assert text.endswith(f"once labeled, continue with '{both}' and another next=")
+    write_labels("label_next.csv")
+    text = classify([*words, both, "next=label_next2.csv", "out=p.csv"])
+    assert "24 labeled images of 3 classes" in text
+    assert text.endswith(f"once labeled, continue with '{both}' and another next=")
+
+
+def test_names_that_no_table_can_hold_are_not_labeled_next(run: Path, photos: Path) -> None:
+    words = [f"run={run}", "images=photos/new", "label_next=9"]
+    for number, name in enumerate(("a\nb", "\x1b[2J", "\u202e", "\udcff", "b")):
+        write(photos / "new" / f"{name}.png", "blue", seed=number)
+    text = classify(words)
+    assert "without 4 images whose names or folders have control characters or are not in UTF-8" in text
+    assert [line["path"] for line in table("label_next.csv")] == ["./photos/new/b.png"]
+    (photos / "new" / "b.png").unlink()
+    with pytest.raises(InputError, match="without a label but 4 images whose names .*; rename these, or give others"):
+        classify([*words, "next=n.csv"])
+
+
+def test_fewer_images_to_label_next_have_a_reason(run: Path, photos: Path) -> None:
+    words, reason = (
+        [f"run={run}", "images=photos/new"],
+        "near duplicates of these or of labeled ones (cosine from 0.99)",
+    )
+    pixels = np.array(Image.open("photos/green-6.png"))
+    (photos / "new").mkdir()
+    for number, file in enumerate(["new/0", "new/1", "new/2", "new/3", "labeled/green/near"]):
+        Image.fromarray(np.maximum(pixels, number)).save(f"photos/{file}.png")
+    write(photos / "new" / "other.png", "blue", seed=0)
+    text = classify([*words, "label_next=4", "next=a.csv"])
+    assert text.startswith(f"2 images to label next: a.csv; the others are {reason}; once labeled, ")
+    assert classify([*words, "label_next=2", "next=b.csv"]).startswith("2 images to label next: b.csv; once labeled, ")
+    (photos / "new" / "other.png").unlink()
+    text = classify([*words, "labeled=photos/labeled", "label_next=3", "next=c.csv"])
+    assert text.endswith(f"0 images to label next: c.csv; the others are {reason}")
+
+
+def test_parts_of_files_have_no_labels_in_the_next_table(run: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "stack.npy", np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8))
+    text = classify([f"run={run}", f"images={tmp_path / 'stack.npy'}", "label_next=2", f"next={tmp_path / 'n.csv'}"])
+    assert text.endswith("some are parts of files: write their labels beside the images, not into this table")
+    assert ".npy[" in (tmp_path / "n.csv").read_text()
+
+
+def test_rows_without_a_label_are_labeled_next(run: Path, photos: Path) -> None:
+    rows = [(path, path.name.rpartition("-")[0]) for path in photos.glob("labeled/*/*.png")]
+    rows += [(path, " ") for path in photos.glob("[bgr]*.png")]
+    with Path("labels.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([("path", "label"), *rows])
+    classify([f"run={run}", "labeled=labels.csv", "label_next=5"])
+    assert {Path(line["path"]).parent.absolute() for line in table("label_next.csv")} == {photos}

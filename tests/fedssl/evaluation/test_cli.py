@@ -122,6 +122,10 @@ def test_command_scales_pixels_as_in_training_unless_told_otherwise(
         (["run={run}", "dataset.pth=x"], "dataset.pth=x does not fit the data set"),
         (["run={run}", "evaluation=kn"], "did you mean knn"),
         (["run={run}", "evaluation.k=0"], "k=0"),
+        (["run={run}", "dataset.std=[0.1]"], "dataset.std=.0.1. has no effect .* standardizes images .*; remove it$"),
+        (["run={run}", "final_evaluation=linear"], "has no effect on fedssl-evaluate; write evaluation=linear"),
+        (["run={run}", "final_evaluation.protocols.knn.k=9"], "protocols.knn.k=9 has no effect .*; remove it"),
+        (["run={run}", "rounds=5"], "rounds=5 has no effect .*; remove it .allowed are settings of dataset, "),
         (["run={run}", "evaluation=none", *TWICE], "protocols.b both have the results knn, .*run=DIR evaluation=knn"),
         (
             ["run={run}", "dataset=digits", "dataset.channels=3"],

@@ -25,6 +25,15 @@ def test_scores_round_trip_through_files():
     assert as_scores(scores) == scores
 
 
+def test_a_result_with_the_name_of_a_deviation_is_kept():
+    """Such as those on a domain ``std``. The name of the deviation of ``few`` is taken."""
+    scores = {"knn": Score(0.9), "knn_std": Score(0.6), "few": Score(0.5, std=0.1), "few_std": Score(0.2, std=0.3)}
+    numbers, units = to_flat_dict(scores), units_of(scores)
+    assert numbers == {"knn": 0.9, "knn_std": 0.6, "few": 0.5, "few_std": 0.2, "few_std_std": 0.3}
+    assert as_scores(numbers, units) == scores | {"few": Score(0.5)}
+    assert to_flat_dict(dict(reversed(scores.items()))) == numbers
+
+
 def test_results_over_models_are_means_and_deviations():
     result = mean_over_models(
         [{"few": Score(0.2, std=0.01), "l": Score(1, "m")}, {"few": Score(0.6), "l": Score(3, "m")}]

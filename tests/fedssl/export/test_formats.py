@@ -272,6 +272,7 @@ def test_an_export_that_differs_is_not_written(error: float, tmp_path: Path, mon
         (["run={run}/nowhere", "format=onnx"], "nowhere does not exist; give the folder"),
         (["run={run}", "format=onnx", "ouput=x"], "ouput=x has no effect on fedssl-export"),
         (["run={run}", "format=onnx", "precision=int4"], "choose precision=fp32 or precision=int8"),
+        (["run={run}", "format=onnx", "precision=int8", "rounds=5"], "rounds=5 has no effect on fedssl-export; remove"),
         (["run={run}", "format=timm", "precision=int8"], "precision=int8 is for format=onnx"),
         (["encoder={run}/encoder.pt", "format=onnx", "precision=int8"], "add dataset=NAME"),
         (["run={run}", "format=onnx", "output={run}/encoder.pt"], r"choose a name that ends in \.onnx"),

@@ -10,12 +10,14 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from fedssl.datasets.raster import pixel_metadata
 from fedssl.encoders import conv_small, vit_tiny
 from fedssl.errors import InputError
 from fedssl.export import read_content, save_encoder
+from fedssl.export.cli import run as export
 from fedssl.export.weights import write_safetensors
 from fedssl.pretrained.checkpoints import read_checkpoint
-from fedssl.pretrained.loading import load_pretrained
+from fedssl.pretrained.loading import initial_pixels, initial_statistics, load_pretrained
 
 WEIGHT = torch.arange(6.0).reshape(2, 3)
 
@@ -45,15 +47,20 @@ def test_statistics_of_encoder_files(tmp_path):
         assert {name.removeprefix(prefix) for name in checkpoint.tensors} == encoder.state_dict().keys()
 
 
-def test_attention_heads_of_encoder_files_are_those_of_the_encoder(tmp_path):
+def test_encoder_files_state_heads_statistics_and_pixels(tmp_path):
     settings = {"_target_": "fedssl.encoders.vit_tiny", "channels": 1, "size": 8, "depth": 1, "width": 24, "heads": 6}
     build = partial(vit_tiny, channels=1, size=8, depth=1, width=24)
-    save_encoder(tmp_path / "encoder.pt", build(heads=6), settings=settings, mean=[0.3], std=[0.2], metadata={})
-    write_safetensors(tmp_path / "encoder.safetensors", read_content(tmp_path / "encoder.pt"))
-    for name in ("encoder.pt", "encoder.safetensors"):
-        load_pretrained(build(heads=6), str(tmp_path / name))
+    metadata = pixel_metadata({"window": [-1000, 3000]})
+    save_encoder(tmp_path / "encoder.pt", build(heads=6), settings=settings, mean=[0.3], std=[0.2], metadata=metadata)
+    for form in ("safetensors", "timm", "huggingface"):
+        export([f"encoder={tmp_path / 'encoder.pt'}", f"format={form}"])
+    for name in ("encoder.pt", "encoder.safetensors", "encoder.timm.safetensors", "encoder-huggingface"):
+        source = str(tmp_path / name)
+        load_pretrained(build(heads=6), source)
         with pytest.raises(InputError, match="with 6 attention heads, and the encoder has 3; set encoder.heads=6"):
-            load_pretrained(build(heads=3), str(tmp_path / name))
+            load_pretrained(build(heads=3), source)
+        assert initial_statistics(source, channels=1) == {"mean": (0.3,), "std": (0.2,)}
+        assert initial_pixels(source)["window"] == [-1000, 3000]
 
 
 class Malicious:

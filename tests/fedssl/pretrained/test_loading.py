@@ -204,6 +204,18 @@ def test_representations_of_equal_channels_stay(name, tmp_path):
             torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_in_half_precision_are_adapted_in_float32(dtype, tmp_path):
+    """To one channel, whose kernels are sums of three, and from 4 x 4 to 2 x 2 patches."""
+    build = partial(vit_tiny, patch=8, depth=1, width=8, heads=1, positions="learned")
+    theirs = {name: value.to(dtype) for name, value in build(channels=3, size=32).state_dict().items()}
+    found, expected = build(channels=1, size=16), build(channels=1, size=16)
+    load_pretrained(found, save(theirs, tmp_path))
+    load_pretrained(expected, save({name: value.float() for name, value in theirs.items()}, tmp_path))
+    for name, value in found.state_dict().items():
+        assert torch.equal(value, expected.state_dict()[name]), name
+
+
 @pytest.mark.parametrize("prefix", [0, 1, 5])
 def test_positions_are_interpolated_and_tokens_before_them_kept(prefix):
     """Bicubically: 2 x 2 patches (a, b; c, d) become 1 x 1 in their middle, whose weights are those of t = 0.5.
