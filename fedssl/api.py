@@ -82,7 +82,7 @@ def run(
             of_run = simulation.settings_of(words)  # before torch is imported, which is slow
             try:
                 with restored_torch():
-                    folder: Path | None = simulation.run_settings(of_run, words)
+                    folder: Path | None = simulation.run_again(of_run, words)
             except RunStopped as stop:
                 again = ", ".join(map(repr, stop.overrides))
                 raise KeyboardInterrupt(f"after round {stop.rounds}; continue with fedssl.run({again})") from None
@@ -145,6 +145,9 @@ class Composed:
         Without ``num_clients`` there are as many clients as the federation has nodes.
         """
         with _as_sentence():
+            from fedssl.datasets.base import find_changes
+
+            find_changes()
             parts: ServerParts = import_module(SERVER_MODULE).server_parts(grid, self.overrides)
             return parts
 
@@ -212,8 +215,10 @@ class Run:
     def plot(self, *names: str) -> Figures:
         """Return figures by name, by default those of the end of a run; ``fedssl-report --figures`` has all names."""
         with _as_sentence(), restored_torch():
+            from fedssl.datasets.base import find_changes
             from fedssl.plots.registry import draw_plots
 
+            find_changes()
             return Figures(draw_plots(read_run(self.path), names))
 
     @cached_property
@@ -260,12 +265,14 @@ class Run:
         ``dataset`` select one of several encoders.
         """
         with _as_sentence(), restored_torch():
+            from fedssl.datasets.base import find_changes
             from fedssl.evaluation.cli import evaluate_encoder
             from fedssl.evaluation.scores import to_flat_dict
 
             words = _words(overrides, path, self._config_dirs, settings)
             of_file = any(word.startswith("encoder=") for word in words)
             own = [] if of_file else [f"run={quote_value(str(self.path))}"]
+            find_changes()
             return to_flat_dict(evaluate_encoder([*own, *words]).results)
 
 

@@ -79,6 +79,16 @@ def run_settings(settings: Settings, overrides: Sequence[str]) -> Path | None:
     return folder
 
 
+def run_again(settings: Settings, overrides: Sequence[str]) -> Path | None:
+    """Run as `run_settings` in a process in which other runs may have ended, and images have changed since."""
+    from client_app.worker import release_worker  # slow imports
+    from fedssl.datasets.base import find_changes
+
+    find_changes()
+    release_worker()
+    return run_settings(settings, overrides)
+
+
 def _is_removable(folder: Path, *, rejected: bool) -> bool:
     """Return whether a run was rejected before its first round, or failed before its settings were saved."""
     return not _rounds_done(folder) if rejected else not (folder / "config.yaml").exists()

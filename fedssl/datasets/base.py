@@ -26,12 +26,16 @@ from fedssl.datasets.image_index import ImageIndex, columns_at
 from fedssl.datasets.images import ImageSource, SelectedImages
 from fedssl.datasets.raster import MAXIMA
 from fedssl.datasets.sample_checks import constant_warnings
+from fedssl.datasets.storage import Storage
 from fedssl.errors import InputError, sanitize
 from fedssl.logs import log
 from fedssl.safe_io import FilePath
 from fedssl.seeding import numpy_generator
 
 Split = Literal["federated", "train", "test"]
+
+# Images in memory of each index, with all that they depend on, see `fedssl.datasets.cache`.
+decoded: dict[str, tuple[tuple[str, str], ImageSource, Storage]] = {}
 
 # The limited subset depends on the data, not on the run's seed.
 _FIXED_SEED = 0
@@ -93,10 +97,16 @@ def check_data_settings(data: DataSettings) -> None:
     check_channels(data)
 
 
-def forget_images() -> None:
-    """Read all images again at the next call, because files have changed."""
+def find_changes() -> None:
+    """List the files again at the next call, because they may have changed; those that have are decoded again."""
     _read_split.cache_clear()
     _read_domains.cache_clear()
+
+
+def forget_images() -> None:
+    """Read all images again at the next call, because files have changed."""
+    find_changes()
+    decoded.clear()
 
 
 def subsample_indices(count: int, limit: int | None) -> np.ndarray:

@@ -17,7 +17,7 @@ import PIL
 import torch
 
 from fedssl.config.literal import user_path
-from fedssl.datasets.base import ImageData
+from fedssl.datasets.base import ImageData, decoded
 from fedssl.datasets.decoding import VERSION
 from fedssl.datasets.formats import FORMAT_OF, OF_PILLOW_ALONE, installed_packages
 from fedssl.datasets.image_index import ImageIndex, columns_at, file_line
@@ -36,6 +36,7 @@ _ENCODED = "-encoded"  # suffix of the folder of images that stay encoded
 # Decoding time on one core, measured with images of 32 to 500 pixels: per image, and per encoded byte.
 _SECONDS_PER_IMAGE, _SECONDS_PER_BYTE = 1e-4, 5e-8
 _NAME = re.compile(rf"(.*-[0-9a-f]{{16}})({_ENCODED})?")  # of the folder of a cache
+_MAX_DECODED = 4  # splits that stay decoded in memory
 _AUTO_SHARE = 2  # storage=auto decodes into at most one part in two of the available memory, and of the free disk
 
 
@@ -68,7 +69,23 @@ def read_images(index: ImageIndex, *, cache: str | None, storage: str) -> ImageD
 
 
 def _read(index: ImageIndex, *, cache: str | None, storage: str) -> tuple[ImageSource, Storage]:
-    folder = None if cache is None else _folder(cache, index)
+    name, seconds = _identity(index)
+    if cache is not None and seconds >= MIN_SECONDS_TO_CACHE:
+        return _open_or_make(index, cache_folder(cache) / name, storage=storage, required=cache != "auto")
+    key, before = (name, storage), decoded.pop(index.name, None)
+    if before is None or before[0] != key or before[2].failed:
+        before = None  # its memory is free before others are decoded
+        before = key, *_open_or_make(index, None, storage=storage, required=False)
+    decoded[index.name] = before
+    for oldest in [*decoded][:-_MAX_DECODED]:
+        del decoded[oldest]
+    return before[1:]
+
+
+def _open_or_make(
+    index: ImageIndex, folder: Path | None, *, storage: str, required: bool
+) -> tuple[ImageSource, Storage]:
+    """Return the images in a folder or, without one, in memory, after decoding them if necessary."""
     stored: Storage = Pixels(index, folder)
     source = None if storage == "encoded" else stored.read()
     if source is not None:
@@ -79,7 +96,7 @@ def _read(index: ImageIndex, *, cache: str | None, storage: str) -> tuple[ImageS
         source = stored.read()
     else:
         stored = Pixels(index, folder)
-    return stored.make(required=cache != "auto") if source is None else source, stored
+    return stored.make(required=required) if source is None else source, stored
 
 
 def has_room(needed: int, folder: Path | None) -> bool:
@@ -109,8 +126,8 @@ def cache_folder(location: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or user_path("~/.cache")) / "fedssl"
 
 
-def _folder(location: str, index: ImageIndex) -> Path | None:
-    """Return the folder of these images; None if decoding them takes less than `MIN_SECONDS_TO_CACHE`."""
+def _identity(index: ImageIndex) -> tuple[str, float]:
+    """Return a name of the images, with a digest of all that the pixels depend on, and the seconds to decode them."""
     settings = {"version": VERSION, "Pillow": PIL.__version__, **index.key, **vars(index.decoding)}
     if not {FORMAT_OF.get(ending_of(str(file))) for file in index.files} <= OF_PILLOW_ALONE:
         settings["packages"] = installed_packages()  # without which some images are unreadable
@@ -121,10 +138,8 @@ def _folder(location: str, index: ImageIndex) -> Path | None:
         hashed.update(line)
         num_bytes += size
     seconds = index.count * (_SECONDS_PER_IMAGE + _SECONDS_PER_BYTE * num_bytes / index.num_in_files)
-    if seconds < MIN_SECONDS_TO_CACHE:
-        return None
     name = re.sub(r"[^-.0-9A-Za-z]+", "-", index.name)
-    return cache_folder(location) / f"{name}-{hashed.hexdigest()[:16]}"
+    return f"{name}-{hashed.hexdigest()[:16]}", seconds
 
 
 def delete_other_caches(folder: Path) -> None:

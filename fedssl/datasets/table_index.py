@@ -257,14 +257,14 @@ class TableIndex(ImageIndex):
 
 def _places(tables: Sequence[Path], rows: np.ndarray) -> list[Place]:
     """Return the tables with the numbers of their ``rows``, or the keys of samples."""
-    starts = _first_rows(tuple(tables))
+    starts = _first_rows(tuple(tables), tuple(file.stat().st_mtime_ns for file in tables))
     numbers = np.searchsorted(starts, rows, side="right") - 1
     keys = row_values(tables, KEY, rows) if all(map(is_shard, tables)) else (rows - starts[numbers]).tolist()
     return [Place(tables[number], str(key)) for number, key in zip(numbers, keys, strict=True)]
 
 
 @lru_cache(maxsize=16)
-def _first_rows(tables: tuple[Path, ...]) -> np.ndarray:
+def _first_rows(tables: tuple[Path, ...], _modified: tuple[int, ...]) -> np.ndarray:
     return np.cumsum([0, *map(num_rows, tables)])[:-1]
 
 

@@ -29,6 +29,7 @@ import fedssl
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.wire.records import record_to_arrays
 from server_app.callbacks.lines import Progress
+from tests.devices import write_images
 from tests.federation import TINY, Federation
 
 QUICK = ["num_clients=2", "dataset.limit=60", "encoder.width=2", "threads=1", "partition=iid", "collapse_images=0"]
@@ -138,6 +139,15 @@ def test_evaluations_return_what_they_store(run):
     assert (run.path / "evaluation" / "knn-digits.json").exists()
     with pytest.raises(fedssl.InputError, match="evaluation=nn does not exist; did you mean knn"):
         run.evaluate(evaluation="nn")
+
+
+def test_changed_images_are_evaluated(run, tmp_path):
+    write_images(tmp_path / "a", 8)
+    write_images(tmp_path / "b", 8)
+    for files in (["knn-folder.json"], ["knn-folder-2.json", "knn-folder.json"]):
+        run.evaluate(evaluation="knn", dataset="folder", dataset__channels=1, path=tmp_path)
+        assert sorted(file.name for file in (run.path / "evaluation").glob("knn-folder*")) == files
+        (tmp_path / "a" / "00.png").unlink(missing_ok=True)
 
 
 def test_a_run_is_loaded_from_its_folder(run, tmp_path):

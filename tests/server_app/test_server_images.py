@@ -60,7 +60,7 @@ def test_a_run_on_cached_images_has_the_same_bits(classes, tmp_path, monkeypatch
     monkeypatch.setattr(cache, "MIN_SECONDS_TO_CACHE", 0)
     overrides, found = ["calibration=auxiliary", "calibration.share=0.3"], {}
     for name, place in {"memory": "null", "file": tmp_path / "cache", "the file again": tmp_path / "cache"}.items():
-        base._read_split.cache_clear()
+        base.forget_images()
         own = [f"dataset.path={classes}", f"dataset.cache={place}", f"run_id={name[:3]}"]
         federation = Federation(tmp_path / name, *SMALL, *overrides, *own)
         found[name] = federation.run(1)

@@ -1,10 +1,15 @@
 """Runs on the engine of their settings, and what is refused before they start."""
 
+import shutil
+
 import pytest
+import torch
 from flwr.supercore.task_identity import TaskIdentity
 from omegaconf import OmegaConf
 
+import fedssl
 import simulation.run
+from client_app import worker
 from fedssl.config import load
 from fedssl.errors import InputError
 from simulation import grid, ray_grid
@@ -12,7 +17,7 @@ from simulation.ray_session import RayNotStartedError
 from simulation.resources import EngineChoice
 from simulation.run import run
 from tests.devices import write_images
-from tests.runs import read_summary
+from tests.runs import SMALL, UNTESTED, read_summary
 
 QUICK = ["num_clients=3", "local_epochs=1", "dataset.limit=60", "encoder.width=4", "threads=1"]
 QUICK += ["evaluate_every=0", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
@@ -36,6 +41,22 @@ def test_settings_are_composed_once_and_saved_once(tmp_path, monkeypatch):
     assert {f"dataset.path='{tmp_path / 'images'}'", "partition=iid"} <= set(overrides)
     assert "dataset.path=images" not in overrides
     assert OmegaConf.load(folder / "choices.yaml").partition == "iid"
+
+
+def test_a_program_reads_changed_images_again(tmp_path):
+    settings = [*SMALL, *UNTESTED, "dataset=folder", "dataset.size=8", "dataset.channels=1", "dataset.splits.test=null"]
+    images, first, second = write_images(tmp_path / "images", 24), tmp_path / "first", tmp_path / "second"
+    fedssl.run(*settings, path=images, output_dir=first, rounds=1, engine="local")
+    (images / "00.png").rename(images / "other.png")
+    fedssl.run(*settings, path=images, output_dir=second, rounds=2, pause_after=1, engine="local")
+    assert (second / "images.txt").read_text() != (first / "images.txt").read_text()
+    with pytest.raises(InputError, match="the clients' images are in 24 files, .*; restore the files, or start a new"):
+        fedssl.run(resume=first, rounds=2)
+    shutil.copy(images / "02.png", images / "01.png")  # a run that continues in its folder has the same settings
+    fedssl.run(resume=second)
+    (trained,) = worker._workers.values()
+    pixels = trained.images[torch.arange(2)]
+    assert torch.equal(pixels[0], pixels[1])
 
 
 def test_an_interrupt_before_the_run_starts_leaves_no_folder(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ def no_network_and_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    base._read_split.cache_clear()
+    base.forget_images()
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def cache_all_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cache also what is decoded at once, in small pieces."""
     monkeypatch.setattr(cache, "MIN_SECONDS_TO_CACHE", 0)
     monkeypatch.setattr(tables, "CHUNK", 7)
-    base._read_split.cache_clear()
+    base.forget_images()
 
 
 @pytest.fixture

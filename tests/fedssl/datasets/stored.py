@@ -53,7 +53,7 @@ def write(folder: Path, kind: str) -> None:
 
 def load(folder: Path, kind: str, location: Path | None, split: str = "federated", **changes: object) -> ImageData:
     """Read without the data sets that this process has loaded."""
-    base._read_split.cache_clear()
+    base.forget_images()
     name, own = ("folder", {}) if kind == "folder" else ("cifar10", {"owner": "who"})
     settings = {"path": str(folder), "size": 20, "dtype": "uint8", "test_fraction": 0.2}
     settings["cache"] = location and str(location)

@@ -17,12 +17,13 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from fedssl.datasets import cache, stores
+from fedssl.datasets import base, cache, stores
 from fedssl.datasets.base import ImageData
 from fedssl.datasets.decoding import Decoding
 from fedssl.datasets.image_index import SequenceIndex
 from fedssl.datasets.images import EncodedImages, MappedImages
 from fedssl.errors import InputError
+from tests.fedssl.datasets.made import settings_of
 from tests.fedssl.datasets.stored import load, only, same, write
 
 pytestmark = pytest.mark.usefixtures("cache_all_data_sets")
@@ -65,6 +66,25 @@ def test_the_cache_key_covers_all_that_pixels_depend_on(images, location, reads,
     assert number()
     monkeypatch.setattr(cache, "installed_packages", list)
     assert number()
+
+
+def test_unchanged_images_stay_in_memory(images, reads):
+    """Of changed files only the new images do."""
+    settings = settings_of("folder", path=str(images), size=20, test_fraction=0.2, cache=None)
+
+    def read() -> ImageData:
+        base.find_changes()
+        reads.clear()
+        return base.load_split(settings, "federated")
+
+    before = read()
+    assert reads
+    assert read().images is before.images
+    assert not reads
+    os.utime(images / "class0" / "02.jpg", ns=(0, 0))
+    changed = read()
+    assert reads
+    assert [source is changed.images for _, source, _ in base.decoded.values()] == [True]
 
 
 CHILD = """

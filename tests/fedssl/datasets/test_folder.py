@@ -58,7 +58,7 @@ def test_subfolders_are_classes_and_a_fifth_is_held_out(tmp_path: Path) -> None:
         assert ((image_data.images[:][:, 0, 0, 0] < 100).long() == image_data.labels).all()
     both = first_pixels(train.images) + first_pixels(test.images)
     assert sorted(both) == [*range(10), *range(100, 110)]
-    base._read_split.cache_clear()
+    base.forget_images()
     assert torch.equal(load_split(own(tmp_path), "test").images[:], test.images[:])
     assert load_split(own(tmp_path, test_fraction=0), "test") is None
     assert len(load_split(own(tmp_path, test_fraction=0), "train").images) == 20

@@ -5,12 +5,13 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
-from fedssl.datasets.base import load_federated, load_split, subsample_indices
+from fedssl.datasets.base import find_changes, load_federated, load_split, subsample_indices
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import load_labeled
 from tests.fedssl.datasets.made import first_pixels, make_image, settings_of, table
@@ -41,6 +42,17 @@ def test_parquet_folder(folder: Path) -> None:
     assert train.classes == ("ant", "bee", "cow")
     test = load_split(settings, "test")
     assert (first_pixels(test.images), test.labels.tolist()) == ([9, 8], [2, 1])
+
+
+def test_a_changed_table_is_read_again(folder: Path) -> None:
+    settings = settings_of("cifar10", path=str(folder), size=4)
+    first, second = sorted((folder / "data").glob("train-*"))
+    for values, place in (([1, 2, 3], (second, "0")), ([1, 2, 3, 6], (first, "3"))):
+        pq.write_table(table(values, [0, 1, 2, 0][: len(values)]), first)
+        find_changes()
+        images = load_federated(settings)
+        assert first_pixels(images.images) == [*values, 4, 5]
+        assert images.origin[0].places(np.array([3])) == [place]
 
 
 def test_splits_as_folders_and_unlabeled_images(tmp_path: Path) -> None:
