@@ -32,7 +32,7 @@ PAGES = (ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in GUIDE))
 RUN = "runs/2026-11-21_14-03-07"  # the run folder that the pages take as an example
 PROGRAMS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 OTHERS = ("flwr", "flower-", "pip", "uv", "python", "mkdocs", "printf", "export")
-TINY = ("rounds=1", "local_epochs=1", "threads=1", "dataset.limit=60", "dataset.test_limit=50")
+TINY = ("rounds=1", "local_epochs=1", "threads=1", "dataset.limit=200", "dataset.test_limit=100")
 TINY += ("final_evaluation=knn", "collapse_images=0", "measure_resources=false")
 # Additional overrides that make a command with these overrides short.
 SMALLER = {
@@ -48,6 +48,7 @@ SMALLER = {
     "partition=domain": ("num_clients=3",),
     "encoder=conv_small": ("encoder.width=4",),
     "final_evaluation=linear": ("collapse_images=50", "dataset.limit=100"),
+    "seed=0,1,2": ("dataset.limit=100",),
     "snapshot_every=1": ("rounds=3", "dataset.limit=100", f"hydra.sweep.dir=multirun/{Path(RUN).name}"),
     "rounds=200": ("rounds=4", "evaluate_every=1"),
     "client_speed=lognormal": ("measure_resources=true", "dataset.limit=100", "partition=iid"),
@@ -148,18 +149,10 @@ def small(overrides: list[str], workspace: Path) -> list[str]:
         return overrides
     if any(override.startswith("resume=") for override in overrides):
         return [*overrides, "rounds=2"]
-    overrides = fewer_jobs(overrides)
     more = [override for key, value in SMALLER.items() if key in overrides for override in value]
     if not any(override.startswith(("encoder", "experiment")) for override in overrides):
         more.append("encoder.width=4")
     return ["fedssl", "num_clients=3", *overrides[1:], *TINY, *more]
-
-
-def fewer_jobs(overrides: list[str]) -> list[str]:
-    """Return overrides of a sweep with two values of the first two settings, and one of others."""
-    swept = [override for override in overrides if re.search(r"=[^\[{]*,", override)] if "-m" in overrides else []
-    values = {override: 2 if place < 2 else 1 for place, override in enumerate(swept)}
-    return [",".join(override.split(",")[: values.get(override)]) for override in overrides]
 
 
 def interrupt(server: WatchServer, poll_interval: float) -> None:
