@@ -34,7 +34,10 @@ def _main(name: str, module: str) -> None:
 
     def command() -> int:
         check_packages()
-        status: int = importlib.import_module(module).main()
+        main = importlib.import_module(module).main
+        if _received:  # torch discards an interrupt while it imports NumPy
+            raise KeyboardInterrupt
+        status: int = main()
         for number in _SIGNALS:  # nothing is left to interrupt
             signal.signal(number, signal.SIG_IGN)
         return status

@@ -42,7 +42,7 @@ def unlearned(tmp_path_factory):
     return accuracy(folder, "linear_2_per_class", *DIGITS, *NO_LEARNING, "local_epochs=1")["federated"]
 
 
-# Losses are compared with their equations and every method's bits are on record, so it is heavy to show that each of
+# Losses are compared with their equations, so it is heavy to show that each of
 # them learns; the default run in `server_app/test_run.py` always shows it for one.
 @pytest.mark.heavy
 @pytest.mark.parametrize("method", METHODS)

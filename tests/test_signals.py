@@ -126,6 +126,20 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
     assert process.wait(timeout=30) == 128 + signal.SIGTERM
 
 
+def test_an_import_that_discards_the_signal_does_not_start_the_command(tmp_path: Path) -> None:
+    """As torch does while it imports NumPy."""
+    discard = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+    (tmp_path / "quick.py").write_text(f"{discard}def main():\n    print('started')\n")
+    ended = subprocess.run(
+        [sys.executable, "-c", "from fedssl.command_line import _main; _main('fedssl', 'quick')"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "fedssl: stopped\n")
+
+
 def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     """As under nohup."""
     (tmp_path / "quick.py").write_text("import os, signal\ndef main():\n    os.kill(os.getpid(), signal.SIGHUP)\n")

@@ -65,6 +65,9 @@ def test_local_parts_that_a_first_round_initializes_are_loaded():
     online = exchanged_layers(method)
     move_layers_out(method, [*online, *local_names(method)])
     load_and_start_round(method, online)
+    target = {name.removeprefix("target_"): method.named_tensors[name].numpy() for name in local_names(method)}
+    assert target.keys() > {name for name in online if name.startswith("encoder.")}
+    assert all((target[name] == online[name]).all() for name in target)
     run()
 
 

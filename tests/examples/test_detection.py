@@ -1,3 +1,4 @@
+import re
 import sys
 
 import pytest
@@ -47,8 +48,26 @@ def test_the_command_prints_recall_and_precision(detector, encoder, monkeypatch,
     overrides = [str(encoder), "--detector", detector, "--steps", "2", "--scratch"]
     monkeypatch.setattr(sys, "argv", ["detection.py", *overrides])
     monkeypatch.setattr(detection, "TESTS", 3)
+    evaluate, found = detection.evaluate, []
+    monkeypatch.setattr(detection, "evaluate", lambda *args, **kw: found.append(evaluate(*args, **kw)) or (0.25, 0.5))
     detection.main()
-    assert "precision" in capsys.readouterr().out
+    assert len(found) == 1
+    pattern = r"loss \d+\.\d\d -> \d+\.\d\d; recall 25%, precision 50%\n"
+    assert re.fullmatch(pattern, capsys.readouterr().out)
+
+
+def test_recall_and_precision_by_hand() -> None:
+    """Of all shapes one is detected, twice; another box has a wrong class, and one a low score."""
+    _, targets = detection.batch(torch_generator(0, "test"), 2, channels=3, size=32)
+    boxes, labels = targets[0]["boxes"][[0, 0, 0, 0]], targets[0]["labels"][[0, 0, 0, 0]]
+    boxes[1, :2] += 1
+    labels[2] = labels[2] % 3 + 1
+    of_first = {"boxes": boxes, "labels": labels, "scores": torch.tensor([0.9, 0.6, 0.9, 0.4])}
+    found = [of_first, {key: value[:0] for key, value in of_first.items()}]
+    detector = nn.Module()
+    detector.forward = lambda images: [found.pop(0)]
+    measured = detection.evaluate(detector, torch_generator(0, "test"), number=2, channels=3, size=32)
+    assert measured == (1 / sum(len(target["labels"]) for target in targets), pytest.approx(2 / 3))
 
 
 @pytest.mark.heavy

@@ -8,6 +8,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -111,6 +112,15 @@ def test_wandb(tmp_path, caplog, monkeypatch):
     assert histories[-1].items() >= {"round": 3, **NUMBERS, "loss": 5.5}.items()
     assert {key: summary[key] for key in (*FINAL, "status")} == {**FINAL, "status": "finished"}
     assert settings["partition.alpha"] == 0.5
+
+
+def test_wandb_gets_the_project(tmp_path, monkeypatch):
+    started = []
+    stand_in = SimpleNamespace(Settings=dict, init=lambda **arguments: started.append(arguments))
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    settings = compose(["tracker=wandb", "tracker.project=mine", f"output_dir={tmp_path}"]).recording
+    SafeTracker(settings).begin(settings, done=0)
+    assert [arguments["project"] for arguments in started] == ["mine"]
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,14 @@ import pytest
 import torch
 
 from fedssl.errors import InputError
+from fedssl.model_arrays import clone_tensors
+from fedssl.regularizers.base import RegularizerInput
+from fedssl.seeding import torch_generator
+from fedssl.views import Views
 from fedssl.wire.messages import ClientUpdate
-from strategies.moon import LAST, ModelContrast, model_contrastive
+from strategies.moon import LAST, ModelContrast, contrasted_names, model_contrastive
 from tests.federation import Federation
+from tests.fedssl.regularizers.made import make
 from tests.methods import overrides_of
 from tests.states import load_tensors
 
@@ -21,19 +26,42 @@ def test_the_loss_by_hand():
     assert model_contrastive(z, z_global, z_last, temperature=0.5).item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_loss_equals_a_slow_transcription():
-    random = np.random.default_rng(0)
-    z, g, last = random.standard_normal((3, 7, 5))
-
+def slow(z, z_global, z_last, *, temperature):
     def cosine(a, b):
         return a @ b / (np.linalg.norm(a) * np.linalg.norm(b))
 
     terms = []
-    for row in range(7):
-        near, far = (math.exp(cosine(z[row], other[row]) / 0.3) for other in (g, last))
+    for row, *others in zip(z, z_global, z_last, strict=True):
+        near, far = (math.exp(cosine(row, other) / temperature) for other in others)
         terms.append(-math.log(near / (near + far)))  # Eq. 3
-    loss = model_contrastive(*map(torch.tensor, (z, g, last)), temperature=0.3)
-    assert loss.item() == pytest.approx(np.mean(terms), rel=1e-12)
+    return np.mean(terms)
+
+
+def test_the_loss_equals_a_slow_transcription():
+    features = np.random.default_rng(0).standard_normal((3, 7, 5))
+    loss = model_contrastive(*map(torch.tensor, features), temperature=0.3)
+    assert loss.item() == pytest.approx(slow(*features, temperature=0.3), rel=1e-12)
+
+
+def test_the_term_compares_the_downloaded_model_with_the_last_one():
+    """Three models project the views; the term is added with its weight, Eq. 4."""
+    views = torch.rand(2, 6, 1, 8, 8, generator=torch_generator(0, "views"))
+    models = {}
+    for number, name in enumerate(("downloaded", "last", "trained")):
+        models[name] = make("simclr").eval()
+        with torch.no_grad():
+            for parameter in models[name].parameters():
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch_generator(number)))
+    z, z_global, z_last = (
+        [model.projector(model.encoder(view)).detach() for view in views]
+        for model in (models["trained"], models["downloaded"], models["last"])
+    )
+    term = ModelContrast(weight=0.7, temperature=0.3)
+    term.load(clone_tensors(models["last"], contrasted_names(models["last"])))
+    term.on_train_start(models["downloaded"])
+    step = RegularizerInput(models["trained"], Views.of(*views), tuple(z), torch_generator(0))
+    expected = 2 + 0.7 * slow(*(torch.cat(one).double().numpy() for one in (z, z_global, z_last)), temperature=0.3)
+    assert term.apply(torch.tensor(2.0), step).item() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("method", ["simclr", "byol"])

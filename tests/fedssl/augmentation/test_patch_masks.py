@@ -1,5 +1,6 @@
 """Random masks of patches."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -90,6 +91,22 @@ def test_multi_block_targets_are_rectangles_outside_of_the_context(grid):
         assert not mask.hidden.gather(1, mask.visible).any()
         share = mask.targets.shape[2] / grid**2
         assert 0.15 * 0.7 < share < 0.2 * 1.4  # rounded to whole patches
+
+
+def test_contexts_and_targets_have_their_shares_of_the_patches():
+    """On a grid of 8, 0.25 to 1 of 64 patches are squares of 4 to 8 patches a side; a target is 1 patch."""
+    recipe = replace(MULTI, num_targets=1, target_scale=(1 / 64, 1 / 64), context_scale=(0.25, 1.0))
+    source, sizes = generator(), set()
+    for _ in range(60):
+        mask = multi_block_mask(recipe, 1, grid=8, generator=source)
+        assert mask.targets.shape == (1, 1, 1)
+        context = ~mask.hidden[0]
+        covered = context.clone()
+        covered[mask.targets.flatten()] = True  # a context lacks the target that it contained
+        cells = covered if is_rectangle(covered.view(8, 8)) else context
+        assert is_rectangle(cells.view(8, 8))
+        sizes.add(int(cells.sum()))
+    assert sizes == {16, 25, 36, 49, 64}
 
 
 @pytest.mark.parametrize("kind", ["random", "block", "multi_block"])

@@ -19,16 +19,26 @@ from fedssl.evaluation.sampling import stratified_sample
 from tests.fedssl.evaluation.made import halves
 
 
-class Brightness(nn.Module):
+class Halves(nn.Module):
     """Mean brightness of the upper and the lower half, each times a weight."""
 
     def __init__(self, *weights):
         super().__init__()
         self.weight = nn.Parameter(torch.tensor(weights))
+
+    def forward(self, images):
+        return torch.stack([half.mean(dim=(1, 2, 3)) for half in images.chunk(2, dim=2)], 1) * self.weight
+
+
+class Brightness(Halves):
+    """The same, normalized."""
+
+    def __init__(self, *weights):
+        super().__init__(*weights)
         self.norm = nn.BatchNorm1d(2)
 
     def forward(self, images):
-        return self.norm(torch.stack([half.mean(dim=(1, 2, 3)) for half in images.chunk(2, dim=2)], 1) * self.weight)
+        return self.norm(super().forward(images))
 
 
 class Sum(Brightness):
@@ -81,6 +91,31 @@ def test_the_encoder_learns_as_well():
     frozen, trained = (evaluate(one, halves(Sum(1.0, 1.0), 60), seed=0) for one in protocols)
     assert frozen["fine_tune_100_percent"].value < 0.7
     assert trained["fine_tune_100_percent"].value > 0.9
+
+
+def test_three_epochs_with_two_rates_and_the_cosine_by_hand():
+    """One batch per epoch. In float64: the gradient of the mean cross-entropy, momentum 0.9, rates (1, 3/4, 1/4)."""
+    changes = ["epochs=3", "shares=[1]", "encoder_lr=0.2", "head_lr=0.5", "view.crop_scale=[1,1]", "view.flip_prob=0"]
+    overrides = ["evaluation=fine_tune", *(f"evaluation.{change}" for change in changes)]
+    fine_tuning = compose(overrides).evaluation.protocol.instantiate()
+    made, make = [], fine_tuning.optimizer
+    fine_tuning.optimizer = lambda groups: made.append(make(groups)) or made[-1]
+    given = halves(Halves(1.0, 0.5), 60)
+    evaluate(fine_tuning, given, seed=0)
+    x = (Halves(1.0, 1.0)(given.train.images[:] / 255 - 0.5) / 0.5).detach().double().numpy()
+    w, weight, bias = np.array([1.0, 0.5]), np.zeros((2, 2)), np.zeros(2)  # of the encoder and the classifier
+    velocities = [0.0, 0.0, 0.0]
+    for factor in (1, 0.75, 0.25):  # (1 + cos(pi e / 3)) / 2
+        exponentials = np.exp(x * w @ weight.T + bias)
+        d = (exponentials / exponentials.sum(axis=1, keepdims=True) - np.eye(2)[given.train.labels]) / 60
+        gradients = ((d @ weight) * x).sum(axis=0), d.T @ (x * w), d.sum(axis=0)
+        velocities = [0.9 * velocity + gradient for velocity, gradient in zip(velocities, gradients, strict=True)]
+        for values, rate, velocity in zip((w, weight, bias), (0.2, 0.5, 0.5), velocities, strict=True):
+            values -= factor * rate * velocity
+    (optimizer,) = made
+    found = [p.detach().numpy() for group in optimizer.param_groups for p in group["params"]]
+    for one, expected in zip(found, (w, weight, bias), strict=True):
+        np.testing.assert_allclose(one, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_colors_of_multispectral_images_are_rejected():

@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import torch
 from torch import Tensor
 
 from fedssl import encoders
-from fedssl.export import save_encoder
+from fedssl.export import load_encoder, save_encoder
 from fedssl.export.source import ExportSource
 
 SMALL = {"_target_": "fedssl.encoders.conv_small", "channels": 3, "size": 8, "width": 4}
@@ -42,6 +43,18 @@ def images_like(encoder: Any, count: int = 3) -> Tensor:
     generator = torch.Generator().manual_seed(5)
     shape = (count, encoder.channels, encoder.size, encoder.size)
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+
+def theirs(form: str, target: Path, images: Tensor) -> Tensor:
+    """Representations by the program that reads an exported file or folder, without the comparison of the export."""
+    if form == "onnx":
+        (found,) = onnxruntime.InferenceSession(target).run(None, {"images": images.numpy()})
+        return torch.from_numpy(found)
+    if form == "torch_export":
+        h: Tensor = torch.export.load(target).module()(images)
+        return h.detach()
+    encoder = load_encoder(target / "model.safetensors" if form == "huggingface" else target)
+    return ours(encoder, images)
 
 
 def ours(encoder: Any, images: Tensor) -> Tensor:

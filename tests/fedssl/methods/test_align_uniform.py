@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.methods.align_uniform import alignment_loss, uniformity_loss
+from fedssl.methods.align_uniform import AlignUniform, alignment_loss, uniformity_loss
+from fedssl.views import Views
 from tests.federation import Federation
+from tests.fedssl.methods.made import HEAD, encoder, views
 
 
 def test_both_losses_by_hand():
@@ -18,11 +20,28 @@ def test_both_losses_by_hand():
     assert alignment_loss(z, 2 * z).item() == 0
 
 
+def unit_rows(z):
+    return z / np.linalg.norm(z, axis=1, keepdims=True)
+
+
+def slow_uniformity(z, *, t):
+    unit, numbers = unit_rows(z), range(len(z))
+    terms = [math.exp(-t * ((unit[i] - unit[j]) ** 2).sum()) for i in numbers for j in numbers if i != j]
+    return math.log(np.mean(terms))
+
+
 def test_uniformity_equals_a_slow_transcription():
     z = np.random.default_rng(0).standard_normal((6, 4))
-    unit = z / np.linalg.norm(z, axis=1, keepdims=True)
-    terms = [math.exp(-3 * ((unit[i] - unit[j]) ** 2).sum()) for i in range(6) for j in range(6) if i != j]
-    assert uniformity_loss(torch.tensor(z), t=3.0).item() == pytest.approx(math.log(np.mean(terms)), rel=1e-12)
+    assert uniformity_loss(torch.tensor(z), t=3.0).item() == pytest.approx(slow_uniformity(z, t=3), rel=1e-12)
+
+
+def test_the_loss_weighs_the_uniformity_of_both_views():
+    method = AlignUniform(encoder(), projector=HEAD, uniformity_weight=0.4, t=3.0)
+    both = Views.of(*views())
+    z1, z2 = (z.detach().double().numpy() for z in method.project(both.images))
+    expected = ((unit_rows(z1) - unit_rows(z2)) ** 2).sum(axis=1).mean()
+    expected += 0.4 / 2 * (slow_uniformity(z1, t=3) + slow_uniformity(z2, t=3))
+    assert method.loss(both).item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_equal_vectors_are_least_uniform():

@@ -1,11 +1,15 @@
 """FedSC: the loss by hand and over all pairs of images, and the exchange of correlation matrices."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
-from fedssl.methods.fedsc import CLIENTS, MEAN, MEAN_ROUND, OWN, FedSC, clip_norm, correlation, spectral_loss
+from fedssl.methods.fedsc import CLIENTS, MEAN, MEAN_ROUND, OWN, SUM, FedSC, clip_norm, correlation, spectral_loss
+from fedssl.views import Views
 from tests.federation import Federation
+from tests.fedssl.methods.made import HEAD, encoder, views
 
 SMALL = ["method=fedsc", "strategy=fedavg", "method.projector.hidden_dim=8", "method.projector.out_dim=4"]
 
@@ -19,6 +23,15 @@ def test_the_loss_by_hand():
     assert spectral_loss(z1, z2, others, own_share=torch.tensor(0.25)).item() == 0.25 * 1.25 + 1.5 * 4 - 1
     clipped = clip_norm(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), square=4.0)
     assert clipped.tolist() == [pytest.approx([1.2, 1.6]), pytest.approx([0.3, 0.4])]
+
+
+def test_long_projections_are_shortened_in_the_loss_and_the_matrix(monkeypatch):
+    # At most length 2: Z = ((2, 0), (0, 2), (2, 0), (0, 1)), R = diag(8, 5) / 4, |R|^2 = 89 / 16, pairs (4 + 2) / 2.
+    method = FedSC(encoder(), projector=partial(HEAD, out_dim=2), max_square=4.0, own_share=0.2)
+    z1, z2 = torch.tensor([[3.0, 0], [0, 2]]), torch.tensor([[9.0, 0], [0, 1]])
+    monkeypatch.setattr(method, "project", lambda images: (z1, z2))
+    assert method.loss(Views.of(*views())).item() == pytest.approx(89 / 16 - 2 * 3)
+    assert method.get_buffer(SUM).tolist() == [[2.0, 0], [0, 1.25]]
 
 
 def test_matrices_stand_for_all_pairs_of_two_clients():

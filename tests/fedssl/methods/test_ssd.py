@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from fedssl.config.load import compose
+from fedssl.methods.align_uniform import alignment_loss, uniformity_loss
 from fedssl.methods.base import build_method
 from fedssl.methods.ssd import SSD, dimension_scaled, projector_distillation
+from fedssl.views import Views
 from tests.federation import Federation
+from tests.fedssl.methods.made import encoder, views
 
 
 def test_both_terms_by_hand():
@@ -37,6 +40,22 @@ def test_slow_transcriptions():
         distance.append(sum(p * np.log(p / q)))
     assert dimension_scaled(torch.tensor(z), torch.tensor(d)).item() == pytest.approx(np.mean(separation))
     assert projector_distillation(torch.tensor(h), torch.tensor(z)).item() == pytest.approx(np.mean(distance))
+
+
+def test_the_loss_is_the_weighted_sum_of_four_terms():
+    weights = {"uniformity_weight": 0.5, "separation_weight": 0.7, "distillation_weight": 0.3}
+    method = SSD(encoder(), hidden_dim=8, num_layers=2, t=3.0, scale=10.0, share=0.25, **weights)
+    method.client = 1
+    method.start_round(first=False)
+    both = Views.of(*views())
+    h1, h2 = (method.encoder(view).double() for view in both.images)
+    z1, z2 = (method.projector(method.encoder(view)).double() for view in both.images)
+    separation = (dimension_scaled(z1, method.scales) + dimension_scaled(z2, method.scales)) / 2
+    distillation = (projector_distillation(h1, z1) + projector_distillation(h2, z2)) / 2
+    uniformity = (uniformity_loss(z1, t=3.0) + uniformity_loss(z2, t=3.0)) / 2
+    expected = alignment_loss(z1, z2) + 0.5 * uniformity + 0.7 * separation + 0.3 * distillation
+    assert method.loss(both).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert min(separation.item(), distillation.item()) > 0.01
 
 
 @pytest.mark.parametrize(

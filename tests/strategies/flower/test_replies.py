@@ -1,6 +1,8 @@
 """Replies that cannot be used: which are dropped, and what the log and the errors say."""
 
 import logging
+import math
+import re
 import subprocess
 import sys
 
@@ -47,7 +49,7 @@ def test_a_bad_reply_is_dropped_and_logged_and_others_count(caplog, name):
         result, _ = run(MDAWA(), app_with(bad), START, rounds=2)
     assert all(np.allclose(result[layer], array) for layer, array in START.items())
     assert "1 of 2 replies can be used" in caplog.text
-    assert f"reply of node 2 is not used: {reason}" in caplog.text or reason in caplog.text
+    assert re.search(f"reply of node 2 is not used: [^\n]*{re.escape(reason)}", caplog.text)
 
 
 @pytest.mark.parametrize("loss", [[1.0, 2.0], [1.0] * 9])
@@ -57,7 +59,8 @@ def test_metrics_that_differ_from_those_of_others_are_left_out(caplog, loss):
 
     with caplog.at_level(logging.INFO, logger="flwr"):
         result, outcome = run(MDAWA(), app_of(train), START)
-    assert np.allclose(result["b.weight"], [13, 1], rtol=0.1)
+    # The cosine of (3, 4, 12, 0) and (4, 5, 13, 1) is 188 / sqrt(169 * 211).
+    np.testing.assert_allclose(result["b.weight"], np.array([13, 1]) * 188 / math.sqrt(169 * 211), rtol=1e-6)
     assert outcome.train_metrics_clientapp == {1: {}}
     assert "metrics are not aggregated: each reply needs one MetricRecord with num-examples and the same" in caplog.text
 
