@@ -126,7 +126,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
     assert process.wait(timeout=30) == 128 + signal.SIGTERM
 
 
-def test_an_import_that_discards_the_signal_does_not_start_the_command(tmp_path: Path) -> None:
+def test_a_signal_that_an_import_discards_stops_the_command(tmp_path: Path) -> None:
     """As torch does while it imports NumPy."""
     discard = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
     (tmp_path / "quick.py").write_text(f"{discard}def main():\n    print('started')\n")

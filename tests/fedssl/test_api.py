@@ -123,13 +123,11 @@ def test_several_encoders_are_named(run, tmp_path):
     (several / "encoder.pt").rename(several / "encoder-even.pt")
     with pytest.raises(fedssl.InputError, match="has 1 encoders; load one of them with fedssl") as error:
         _ = fedssl.load(several).encoder
-    call = str(error.value).partition("with ")[2]
-    assert eval(call).feature_dim == run.encoder.feature_dim
-    even = several / "encoder-even.pt"
-    settings = {"dataset": "digits", "dataset__limit": 50}
-    results = fedssl.load(several).evaluate(encoder=even, **settings)
+    assert eval(str(error.value).partition("with ")[2]).feature_dim == run.encoder.feature_dim
+    even, digits = several / "encoder-even.pt", {"dataset": "digits", "dataset__limit": 50}
+    results = fedssl.load(several).evaluate(encoder=even, **digits)
     assert results.keys() == {"knn"}
-    assert fedssl.load(several).evaluate(f"encoder={even}", **settings) == results
+    assert fedssl.load(several).evaluate(f"encoder={even}", **digits) == results
 
 
 def test_evaluations_return_what_they_store(run):
@@ -142,8 +140,8 @@ def test_evaluations_return_what_they_store(run):
 
 
 def test_changed_images_are_evaluated(run, tmp_path):
-    write_images(tmp_path / "a", 8)
-    write_images(tmp_path / "b", 8)
+    for name in "ab":
+        write_images(tmp_path / name, 8)
     for files in (["knn-folder.json"], ["knn-folder-2.json", "knn-folder.json"]):
         run.evaluate(evaluation="knn", dataset="folder", dataset__channels=1, path=tmp_path)
         assert sorted(file.name for file in (run.path / "evaluation").glob("knn-folder*")) == files
