@@ -5,6 +5,7 @@ Paul Tol's "muted" ones for classes. A strategy has the same color and line styl
 strategies.
 """
 
+import errno
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -174,10 +175,9 @@ def _writing(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(
-            f"the figure {file} cannot be written ({error.strerror}); make its folder writable, and remove anything of "
-            "that name"
-        ) from error
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free disk space" if is_full else "make its folder writable, and remove anything of that name"
+        raise InputError(f"the figure {file} cannot be written ({error.strerror}); {remedy}") from error
 
 
 def axes_over_rounds(figure: "Figure", position: tuple[int, int, int], title: str) -> "Axes":

@@ -1,8 +1,10 @@
 """Settings that do not fit each other."""
 
 import pytest
+import torch
 
 from fedssl.errors import InputError
+from fedssl.seeding import torch_generator
 from tests.federation import Federation
 
 
@@ -25,10 +27,14 @@ def test_what_does_not_fit_the_images_is_refused(tmp_path, overrides, sentence):
         Federation(tmp_path, *overrides)
 
 
-def test_views_follow_the_statistics_of_the_images(tmp_path):
-    Federation(tmp_path, "dataset.mean=[0.4]")
-    Federation(tmp_path, "augmentation.mean=[0.4]", "dataset.mean=[0.4]")
-    Federation(tmp_path, "dataset.mean=[0.4]", "dataset.channels=3")
+@pytest.mark.parametrize("overrides", [[], ["augmentation.mean=[0.4]"], ["dataset.channels=3"]])
+def test_views_follow_the_statistics_of_the_images(tmp_path, overrides):
+    statistics = ["dataset.mean=[0.4]", "dataset.std=[0.2]"]
+    settings = Federation(tmp_path, "augmentation=none", *statistics, *overrides).settings
+    images = torch.full((2, settings.data.channels, 8, 8), 102, dtype=torch.uint8)
+    images[1] = 153
+    for view in settings.training.augmentation.instantiate()(images, torch_generator(0)):
+        torch.testing.assert_close(view.images, torch.tensor([0.0, 1.0]).view(2, 1, 1, 1).expand(images.shape))
 
 
 @pytest.mark.parametrize("overrides", [["strategy=loss_weighted"], ["strategy=l_dawa", "strategy.weighting=loss"]])

@@ -1,5 +1,7 @@
 """Curves from hand-made lines of a run folder."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -103,17 +105,18 @@ def test_plot_spectra(tmp_path: Path, drawn: dict[str, Any]):
     assert drawn == {"global model, round 4": [(2,), (0,), (-12,)], "clients": [(1,), (-1,), (-2,)]}
 
 
-def test_a_figure_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("code", "remedy"), [(errno.ENOSPC, "free disk space$"), (errno.EACCES, "make its folder wr")])
+def test_a_figure_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch, code, remedy):
     write_lines(tmp_path / "metrics.jsonl", [{"round": 1, "loss": 2.0}])
     file = write_plot("metrics", tmp_path, tmp_path)
     before = file.read_bytes()
 
     def cut(figure: Figure, stream: BinaryIO, **style: Any) -> None:
         stream.write(b"half")
-        raise OSError("disk full")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(Figure, "savefig", cut)
-    with pytest.raises(InputError, match="metrics.png cannot be written"):
+    with pytest.raises(InputError, match=f"metrics.png cannot be written .*; {remedy}"):
         write_plot("metrics", tmp_path, tmp_path)
     assert file.read_bytes() == before
     assert [one.name for one in (tmp_path / "figures").iterdir()] == ["metrics.png"]
