@@ -128,4 +128,4 @@ def check_target(source: ExportSource, form: str, target: Path) -> None:
     if not target.parent.is_dir():
         raise InputError(f"output={target} is in a folder that does not exist; create {target.parent} first")
     if target.is_dir() or (not ending and target.exists()):
-        raise InputError(f"output={target} exists already; remove it, or choose another target with output=")
+        raise InputError(f"output={target} exists already; choose another target with output=")

@@ -84,7 +84,7 @@ def toml_value(value: Any) -> str:
 def write_files(
     kit: Kit, folder: Path, *, key: bytes, images: Path, states: Path, owner_config: Mapping[str, Any]
 ) -> None:
-    """Write key, certificate, limits and configuration; existing keys and limits are kept.
+    """Write key, certificate, limits and configuration; existing keys, limits and variables of ``node.env`` are kept.
 
     ``owner_config`` are further entries of the configuration, as of `read_owner_config`.
     """
@@ -109,7 +109,8 @@ def write_files(
         }
         line = " ".join(f"{name}={toml_value(value)}" for name, value in {**config, **owner_config}.items())
         proxies = {name: value for name, value in sorted(os.environ.items()) if name.lower() in VARIABLES and value}
-        _write_environment(folder / "node.env", {"SUPERLINK": kit.server, "NODE_CONFIG": line, **proxies})
+        kept = {name: value for name, value in read_environment(folder).items() if name.lower() not in VARIABLES}
+        _write_environment(folder / "node.env", {**kept, "SUPERLINK": kit.server, "NODE_CONFIG": line, **proxies})
     except OSError as error:
         raise InputError(f"{folder} cannot be written ({error.strerror}); choose another folder=") from error
 

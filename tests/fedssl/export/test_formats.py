@@ -278,7 +278,7 @@ def test_an_export_that_differs_is_not_written(error: float, tmp_path: Path, mon
         (["encoder={run}/encoder.pt", "format=onnx", "precision=int8"], "add dataset=NAME"),
         (["run={run}", "format=onnx", "output={run}/encoder.pt"], r"choose a name that ends in \.onnx"),
         (["run={run}", "format=onnx", "output={run}/no/x.onnx"], "in a folder that does not exist; create"),
-        (["run={run}", "format=huggingface", "output={run}"], "exists already; remove it"),
+        (["run={run}", "format=huggingface", "output={run}"], "exists already; choose another target"),
         (["run={run}", "format=timm"], "architectures that timm has .* this encoder is conv_small; choose"),
     ],
 )

@@ -99,6 +99,15 @@ def test_a_repeated_setup_keeps_what_the_owner_added(setup, folder, tmp_path):
     assert node_config(folder) == default | own
 
 
+def test_a_repeated_setup_keeps_other_variables_of_the_owner(setup, folder):
+    setup()
+    before = read_environment(folder)
+    with (folder / "node.env").open("a") as file:
+        file.write("OMP_NUM_THREADS=2\nTMPDIR='/my disk'\n")
+    assert setup()[0] == 0
+    assert read_environment(folder) == before | {"OMP_NUM_THREADS": "2", "TMPDIR": "/my disk"}
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
