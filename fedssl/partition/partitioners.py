@@ -254,13 +254,13 @@ def from_file(data: PartitionInput, *, file: str | Path | None) -> list[np.ndarr
     with $k_i$ the entry of the file for image i, a client's number. The column ``label`` of the CSV file may be empty
     for images without a label; it detects other images and another order.
     """
-    num_images, num_clients = data.num_images, data.num_clients
+    num_clients = data.num_clients
     if file is None:
         raise InputError("partition=file needs partition.file, a CSV file with one line per image; set it")
     setting = f"partition.file={file}"
     numbers: dict[str, list[int]] = {"client": [], "label": []}  # -1: none
-    rows = read_rows(Path(file), "client", "client,label", setting=setting, content="with one line per image")
-    for place, values in rows:
+    lines = read_rows(Path(file), "client", "client,label", setting=setting, content="with one line per image")
+    for place, values in lines:
         for name, text in values.items():
             if not text.strip():
                 number = -1
@@ -269,19 +269,20 @@ def from_file(data: PartitionInput, *, file: str | Path | None) -> list[np.ndarr
             else:
                 number = count_in(text, name, place)
             numbers[name].append(number)
-    clients = np.array(numbers["client"], dtype=np.int64)
-    if len(clients) != num_images:
+    clients, labels = (np.array(column, dtype=np.int64) for column in numbers.values())
+    if len(clients) != len(data.images.source):
         raise InputError(
-            f"{setting} has {len(clients)} images, but the data set has {num_images}; choose the data set of the file"
+            f"{setting} has {len(clients)} images, but the data set has {len(data.images.source)}; choose the data set "
+            "of the file"
         )
-    labels = np.array(numbers["label"])
-    if len(labels) and data.labels is not None and not np.array_equal(labels, data.labels.numpy()):
-        index = int(np.flatnonzero(labels != data.labels.numpy())[0])
+    rows = data.images.rows.numpy()
+    if len(labels) and data.labels is not None and not np.array_equal(labels[rows], data.labels.numpy()):
+        place = int(np.flatnonzero(labels[rows] != data.labels.numpy())[0])
         raise InputError(
-            f"{setting} belongs to other images or another order: image {index} has label {labels[index]} in the file "
-            f"and {int(data.labels[index])} in the data set; choose the data set of the file"
+            f"{setting} belongs to other images or another order: image {rows[place]} has label {labels[rows[place]]} "
+            f"in the file and {int(data.labels[place])} in the data set; choose the data set of the file"
         )
-    return rows_of_clients(clients, num_clients)
+    return rows_of_clients(clients[rows], num_clients)
 
 
 def write_partition(parts: Iterable[np.ndarray], labels: torch.Tensor) -> str:
