@@ -11,6 +11,7 @@ from flwr.serverapp import Grid
 from fedssl.logs import log
 
 ACTIVITY_SECONDS = 1.0  # between two reports of the nodes that have not replied
+MAX_PAUSE = 3.0  # seconds between two pulls, as Flower's grid; less within 150 seconds of a reply
 
 # Receives the nodes with a message of this exchange without a reply, and those with one of an earlier exchange.
 ActivityHook = Callable[[set[int], set[int]], None]
@@ -61,15 +62,15 @@ class ClientMessenger:
         """
         messages = list(messages)
         self.late_replies.clear()
-        now = time.monotonic()
-        last, until, pause, good = now + (deadline or math.inf), now + timeout, 0.005, 0
+        sent_at = replied_at = time.monotonic()
+        last, pause, good = sent_at + (deadline or math.inf), 0.005, 0
         # In the order of sending; the id of a message that could not be sent is empty.
         unanswered = {
             id: message for id, message in zip(self._grid.push_messages(messages), messages, strict=False) if id
         }
         report_at = 0.0
         try:
-            while (unanswered or (uses_late and self.pending)) and time.monotonic() < min(until, last):
+            while (unanswered or (uses_late and self.pending)) and time.monotonic() < min(replied_at + timeout, last):
                 if time.monotonic() > report_at:
                     self._on_activity({one.metadata.dst_node_id for one in unanswered.values()}, self.pending_nodes())
                     report_at = math.inf
@@ -77,11 +78,12 @@ class ClientMessenger:
                 if replies:
                     pause, report_at = 0.005, min(report_at, time.monotonic() + ACTIVITY_SECONDS)
                 else:
-                    time.sleep(pause)
-                    pause = min(2 * pause, 0.1)
+                    now = time.monotonic()
+                    time.sleep(max(0.0, min(pause, replied_at + timeout - now, last - now)))
+                    pause = min(2 * pause, max(0.1, (now - replied_at) / 50), MAX_PAUSE)
                 while replies:
                     reply = replies.pop()
-                    until = time.monotonic() + timeout
+                    replied_at = time.monotonic()
                     id = reply.metadata.reply_to_message_id
                     good += not reply.has_error() and (uses_late or id in unanswered)
                     if id in self.pending:
@@ -97,7 +99,7 @@ class ClientMessenger:
             for id, message in unanswered.items():
                 if not self._keep_contents:
                     message.content = RecordDict()
-                self.pending[id], self._sent_at[id] = message, now
+                self.pending[id], self._sent_at[id] = message, sent_at
             self._on_activity(set(), self.pending_nodes())
 
 
