@@ -4,6 +4,7 @@ The ServerApp runs on the SuperLink's machine, so all paths are of that machine;
 working directory.
 """
 
+import math
 import shlex
 import time
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from fedssl.wire.device import unmet_requirements
 APP = Path(__file__).resolve().parents[1]
 RECONNECT_TIMEOUT = 120.0  # seconds in which a SuperLink may restart
 POLL_SECONDS = 1.0
+START_SECONDS = 60.0  # in which a run should start
 STOP_TIMEOUT = 30.0  # seconds
 
 
@@ -105,6 +107,7 @@ class _Run:
         lost: float | None = None  # time at which the connection was lost
         while True:
             try:
+                self._wait_for_start()
                 for part in control_internals.stream_logs(self._control, self.id, after=self._shown):
                     self._show(part.log_output)
                     self._shown, lost = part.latest_timestamp, None
@@ -122,6 +125,20 @@ class _Run:
                 if status.status == "finished":
                     self._show("\n" if self._line else "")
                     return status
+            time.sleep(POLL_SECONDS)
+
+    def _wait_for_start(self) -> None:
+        """Wait until the SuperLink has started the run. Print a warning if its process for runs seems to have ended."""
+        warn_at = time.monotonic() + START_SECONDS
+        while control_internals.run_status(self._control, self.id).status == "pending":
+            if time.monotonic() > warn_at:
+                warn_at = math.inf
+                print(
+                    f"the SuperLink has not started run {self.id} for {START_SECONDS:.0f} s: its process "
+                    "flower-superexec may have ended, e.g. because its database was locked; see its log, and restart "
+                    "flower-superlink with the same options, which starts the run",
+                    flush=True,
+                )
             time.sleep(POLL_SECONDS)
 
     def stop(self) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchvision.models.vision_transformer import VisionTransformer
 
 from client_app.state_store import read_state
 from fedssl.export import load_encoder
@@ -203,6 +204,23 @@ def arithmetic() -> str:
     return digest(inner.items())
 
 
+def arithmetic_of(overrides: Iterable[str]) -> str:
+    """Return the digest of `arithmetic`, with one of training a transformer for a run that has one."""
+    if VIT[0] not in overrides:
+        return arithmetic()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = VisionTransformer(8, 4, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=64, num_classes=16)
+        model.conv_proj = nn.Conv2d(1, 16, 4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+        for size in (32, 32, 26):  # two views of a batch, and of the last one
+            optimizer.zero_grad()
+            z = nn.functional.normalize(model(torch.randn(size, 1, 8, 8)), dim=1)
+            (z @ z.T / 0.1).logsumexp(dim=1).mean().backward()
+            optimizer.step()
+    return f"{arithmetic()} {digest((name, value.numpy()) for name, value in model.state_dict().items())}"
+
+
 def arrays_in(value: object, place: str = "") -> Iterable[tuple[str, np.ndarray]]:
     """The tensors in nested dictionaries and their names, which are those of the innermost keys."""
     if isinstance(value, torch.Tensor):
@@ -253,43 +271,47 @@ def line_digests(folder: Path) -> dict[str, str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def records_file(request: pytest.FixtureRequest) -> Path:
-    return Path(request.config.getoption("--digests"))
+class Records:
+    """Digests of runs on machines with this one's arithmetic."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._file, self._records_new = Path(config.getoption("--digests")), config.getoption("--record-digests")
+
+    def skip_unless_there(self, name: str, overrides: Iterable[str]) -> None:
+        key = arithmetic_of(overrides)
+        if not self._records_new and name not in self._read().get(key, ()):
+            pytest.skip(f"no digests on record for this machine's arithmetic ({key}, torch {torch.__version__})")
+
+    def compare_or_record(self, name: str, overrides: Iterable[str], found: dict[str, str]) -> None:
+        records, key = self._read(), arithmetic_of(overrides)
+        if self._records_new:
+            records.setdefault(key, {})[name] = found
+            self._file.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
+        else:
+            assert found == records[key][name]
+
+    def _read(self) -> dict[str, dict[str, dict[str, str]]]:
+        return json.loads(self._file.read_text()) if self._file.is_file() else {}
 
 
-@pytest.fixture(scope="module")
-def recorded(request: pytest.FixtureRequest, records_file: Path) -> dict[str, dict[str, str]]:
-    records = json.loads(records_file.read_text()) if records_file.is_file() else {}
-    if arithmetic() not in records and not request.config.getoption("--record-digests"):
-        pytest.skip(f"no digests on record for this machine's arithmetic ({arithmetic()}, torch {torch.__version__})")
-    return records.get(arithmetic(), {})
-
-
-def compare_or_record(
-    name: str, found: dict[str, str], recorded: dict[str, dict[str, str]], file: Path, *, record: bool
-) -> None:
-    if record:
-        records = json.loads(file.read_text()) if file.is_file() else {}
-        records.setdefault(arithmetic(), {})[name] = found
-        file.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
-    elif name not in recorded:
-        pytest.skip(f"no digest of this run on record for this machine's arithmetic ({arithmetic()})")
-    else:
-        assert found == recorded[name]
+@pytest.fixture
+def records(request: pytest.FixtureRequest) -> Records:
+    return Records(request.config)
 
 
 @pytest.mark.parametrize("name", some(RUNS, default=DEFAULT))
-def test_the_numbers_of_a_run_are_those_on_record(name, recorded, records_file, request, tmp_path):
+def test_the_numbers_of_a_run_are_those_on_record(name, records, tmp_path):
+    records.skip_unless_there(name, RUNS[name])
     run([*BASE, *RUNS[name], f"output_dir={tmp_path / 'run'}"])
     found = model_digests(tmp_path / "run") | state_digests(tmp_path / "run")
-    compare_or_record(name, found, recorded, records_file, record=request.config.getoption("--record-digests"))
+    records.compare_or_record(name, RUNS[name], found)
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", [*FEATURES, *(f"{name} resumed" for name in RESUMED)])
-def test_numbers_and_lines_over_features_are_those_on_record(name, recorded, records_file, request):
+def test_numbers_and_lines_over_features_are_those_on_record(name, records, request):
     feature = name.removesuffix(" resumed")
+    records.skip_unless_there(name, FEATURES[feature])
     folder = Path(tempfile.mkdtemp()) / "run"  # plans of simulated clients have its path: the length is in the bytes
     request.addfinalizer(lambda: shutil.rmtree(folder.parent))
     pause = [f"pause_after={RESUMED[feature]}"] if name != feature else []
@@ -297,4 +319,4 @@ def test_numbers_and_lines_over_features_are_those_on_record(name, recorded, rec
     if pause:
         run([f"resume={folder}", "pause_after=null"])
     found = model_digests(folder) | state_digests(folder) | line_digests(folder)
-    compare_or_record(name, found, recorded, records_file, record=request.config.getoption("--record-digests"))
+    records.compare_or_record(name, FEATURES[feature], found)

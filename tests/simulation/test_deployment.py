@@ -156,3 +156,30 @@ def test_the_superlink_may_restart_within_two_minutes(monkeypatch, capsys, outag
     else:
         with pytest.raises(RunError, match="the SuperLink has not answered for 120 s .*; once it runs again, check"):
             run.follow()
+
+
+@pytest.mark.parametrize(("seconds", "warnings"), [(50, 0), (300, 1)])
+def test_a_run_that_does_not_start_is_explained(monkeypatch, capsys, seconds, warnings):
+    """Its SuperLink may have lost the process that starts runs, and then waits forever without a line in the log."""
+    clock = Clock()
+    monkeypatch.setattr(deployment, "time", clock)
+
+    def run_status(control, run_id):
+        if clock.now < seconds:
+            return RunStatus(status="pending")
+        return RunStatus(status="finished", sub_status="completed")
+
+    def stream_logs(control, run_id, *, after):
+        assert clock.now >= seconds
+        yield StreamLogsResponse(log_output="round 1\n", latest_timestamp=1.0)
+
+    monkeypatch.setattr(deployment.control_internals, "run_status", run_status)
+    monkeypatch.setattr(deployment.control_internals, "stream_logs", stream_logs)
+    run = deployment._Run(None, 7, engine=EngineSettings(name="deployment", address="127.0.0.1:8000"))
+    assert run.follow().sub_status == "completed"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "round 1"
+    assert len(lines) == 1 + warnings
+    assert all(
+        "has not started run 7 for 60 s: its process flower-superexec may have ended" in one for one in lines[:-1]
+    )
