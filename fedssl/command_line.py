@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -31,6 +32,7 @@ def _main(name: str, module: str) -> None:
     for number in _SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a background job of a script
             signal.signal(number, _interrupt)
+    sys.unraisablehook = _interrupt_again
 
     def command() -> int:
         check_packages()
@@ -111,6 +113,16 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         os._exit(128 + number)
     _received.append(number)
     raise KeyboardInterrupt
+
+
+def _interrupt_again(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Repeat an interrupt that Python has discarded: within a finalizer, or a callback of a fork, such as logging's."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt) and _received:
+        again = threading.Timer(0.1, os.kill, (os.getpid(), _received.pop()))
+        again.daemon = True
+        again.start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def run_command(name: str, command: Callable[[], int | None]) -> int:

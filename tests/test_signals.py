@@ -128,6 +128,38 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
     assert process.wait(timeout=30) == 128 + signal.SIGTERM
 
 
+DISCARDS = {
+    "finalizer": """
+class Last:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+def main():
+    Last()
+""",
+    "fork": """
+def main():
+    os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(1))
+    if not os.fork():
+        os._exit(0)
+""",
+}
+
+
+@pytest.mark.parametrize("where", DISCARDS)
+def test_a_signal_that_python_discards_stops_the_command(tmp_path: Path, where: str) -> None:
+    """Exceptions in finalizers and callbacks of a fork are printed and discarded, an interrupt too."""
+    program = f"import os, signal, time{DISCARDS[where]}    time.sleep(20)\n    print('went on')\n"
+    (tmp_path / "quick.py").write_text(program)
+    ended = subprocess.run(
+        [sys.executable, "-c", "from fedssl.command_line import _main; _main('fedssl', 'quick')"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (143, "", "fedssl: stopped by SIGTERM\n")
+
+
 def test_a_signal_that_an_import_discards_stops_the_command(tmp_path: Path) -> None:
     """As torch does while it imports NumPy."""
     discard = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"

@@ -277,10 +277,10 @@ def from_file(data: PartitionInput, *, file: str | Path | None) -> list[np.ndarr
         )
     rows = data.images.rows.numpy()
     if len(labels) and data.labels is not None and not np.array_equal(labels[rows], data.labels.numpy()):
-        place = int(np.flatnonzero(labels[rows] != data.labels.numpy())[0])
+        first = int(np.flatnonzero(labels[rows] != data.labels.numpy())[0])
         raise InputError(
-            f"{setting} belongs to other images or another order: image {rows[place]} has label {labels[rows[place]]} "
-            f"in the file and {int(data.labels[place])} in the data set; choose the data set of the file"
+            f"{setting} belongs to other images or another order: image {rows[first]} has label {labels[rows[first]]} "
+            f"in the file and {int(data.labels[first])} in the data set; choose the data set of the file"
         )
     return rows_of_clients(clients[rows], num_clients)
 
