@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 from fedssl.logs import log
 
 ACTIVITY_SECONDS = 1.0  # between two reports of the nodes that have not replied
-MAX_PAUSE = 3.0  # seconds between two pulls, as Flower's grid; less within 150 seconds of a reply
+MAX_PAUSE = 3.0  # seconds between two pulls, as Flower's grid; less within a minute of a reply
 
 # Receives the nodes with a message of this exchange without a reply, and those with one of an earlier exchange.
 ActivityHook = Callable[[set[int], set[int]], None]
@@ -80,7 +80,7 @@ class ClientMessenger:
                 else:
                     now = time.monotonic()
                     time.sleep(max(0.0, min(pause, replied_at + timeout - now, last - now)))
-                    pause = min(2 * pause, max(0.1, (now - replied_at) / 50), MAX_PAUSE)
+                    pause = min(2 * pause, max(0.1, (now - replied_at) / 20), MAX_PAUSE)
                 while replies:
                     reply = replies.pop()
                     replied_at = time.monotonic()

@@ -46,16 +46,16 @@ def exchange(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("seconds", [0.01, 1, 20, 150, 3600])
-def test_a_reply_is_seen_within_a_fiftieth_of_its_wait(exchange, seconds):
+@pytest.mark.parametrize("seconds", [0.01, 1, 20, 60, 3600])
+def test_a_reply_is_seen_within_a_twentieth_of_its_wait(exchange, seconds):
     _, (seen,) = exchange([seconds], timeout=7200)
-    assert seconds <= seen <= seconds + min(3, max(0.11, seconds / 50)) + 0.01
+    assert seconds <= seen <= seconds + min(3, max(0.11, seconds / 20)) + 0.01
 
 
 def test_a_long_wait_takes_few_pulls(exchange):
-    """An hour: 10 a second for 5 s, then 50 ln(150 s / 5 s) = 170, then one in 3 s."""
+    """An hour: 10 a second for 2 s, then 20 ln(60 s / 2 s) = 68, then one in 3 s."""
     grid, _ = exchange([3600], timeout=7200)
-    assert len(grid.pulls) == pytest.approx(50 + 170 + 3450 / 3, rel=0.05)
+    assert len(grid.pulls) == pytest.approx(20 + 68 + 3540 / 3, rel=0.05)
 
 
 def test_pulls_are_frequent_again_after_a_reply(exchange):

@@ -1,7 +1,4 @@
-"""Compares the views of the kernel with those of a CPU; run in Triton's interpreter by `test_kernel`.
-
-The argument is "all" or "some": every recipe in every form, or one for each path of the kernel.
-"""
+"""Compares the views of the kernel with those of a CPU, by recipe; run in Triton's interpreter by `test_kernel`."""
 
 import sys
 from unittest.mock import patch
@@ -14,8 +11,6 @@ from tests.fedssl.augmentation.made import EVERYTHING, RECIPES, generator, rando
 
 CPU = torch.device("cpu")
 SIZES = [3, 2]  # of two batches, whose jitter has different orders
-# Jitter, blur and padding without the others; `everything` combines them.
-SOME = [("dec_ssl", 3, 24), ("multi_crop", 3, 24), ("digits", 1, 8), ("fedx", 3, 24), ("none", 1, 8)]
 
 
 def largest_difference(
@@ -40,11 +35,8 @@ def main() -> None:
     torch.set_num_threads(1)
     recipes = {path.stem: recipe_views(path.stem) for path in sorted(RECIPES.glob("*.yaml"))}
     lacking = ("medical", "microscopy", "satellite")
-    chosen = [name for name in recipes if name not in lacking]
-    chosen = [(name, channels, size) for name in chosen for channels in (1, 3) for size in (8, 24, 32, 64)]
-    cases = [
-        (name, channels, (size, size), size) for name, channels, size in (chosen if sys.argv[1] == "all" else SOME)
-    ]
+    names = [name for name in recipes if name not in lacking]
+    cases = [(name, channels, (size, size), size) for name in names for channels in (1, 3) for size in (8, 24, 32, 64)]
     recipes["everything"] = [EVERYTHING | {"pad": 3}, EVERYTHING | {"blur_prob": 0.0}]
     cases += [("everything", 3, (12, 20), 16), ("everything", 1, (20, 9), 33)]
     failed = False
