@@ -39,7 +39,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert all(np.array_equal(one, other) for one, other in zip(parts, again, strict=True))
 
 
-def test_the_file_has_a_line_for_images_of_the_server_too(tmp_path: Path) -> None:
+def test_the_file_has_lines_for_images_of_the_server(tmp_path: Path) -> None:
     data, rows = partition_input(LABELS, num_clients=2), torch.tensor([0, 1, 3, 5])
     file = tmp_path / "a.csv"
     file.write_text("client,label\n0,0\n1,1\n,0\n0,1\n1,2\n,2\n")
