@@ -101,17 +101,22 @@ class _Run:
         self._control, self.id, self._engine = control, id, engine
         self.folder, self.error, self._line = None, None, ""
         self._shown = 0.0
+        self._warn_at = time.monotonic() + START_SECONDS
 
     def follow(self) -> control_internals.RunStatus:
         """Print the log until the run has ended, and return its status. Reconnect if the SuperLink restarts."""
         lost: float | None = None  # time at which the connection was lost
         while True:
             try:
-                self._wait_for_start()
-                for part in control_internals.stream_logs(self._control, self.id, after=self._shown):
-                    self._show(part.log_output)
-                    self._shown, lost = part.latest_timestamp, None
-                status, lost = control_internals.run_status(self._control, self.id), None
+                status = control_internals.run_status(self._control, self.id)
+                if status.status == "pending":
+                    self._explain_wait()
+                    lost = None
+                else:
+                    for part in control_internals.stream_logs(self._control, self.id, after=self._shown):
+                        self._show(part.log_output)
+                        self._shown, lost = part.latest_timestamp, None
+                    status, lost = control_internals.run_status(self._control, self.id), None
             except httpx.HTTPError as error:
                 if isinstance(error, httpx.HTTPStatusError) and not error.response.is_server_error:
                     raise
@@ -127,19 +132,16 @@ class _Run:
                     return status
             time.sleep(POLL_SECONDS)
 
-    def _wait_for_start(self) -> None:
-        """Wait until the SuperLink has started the run. Print a warning if its process for runs seems to have ended."""
-        warn_at = time.monotonic() + START_SECONDS
-        while control_internals.run_status(self._control, self.id).status == "pending":
-            if time.monotonic() > warn_at:
-                warn_at = math.inf
-                print(
-                    f"the SuperLink has not started run {self.id} for {START_SECONDS:.0f} s: its process "
-                    "flower-superexec may have ended, e.g. because its database was locked; see its log, and restart "
-                    "flower-superlink with the same options, which starts the run",
-                    flush=True,
-                )
-            time.sleep(POLL_SECONDS)
+    def _explain_wait(self) -> None:
+        """Print once, after `START_SECONDS`, why the SuperLink may not start the run."""
+        if time.monotonic() > self._warn_at:
+            self._warn_at = math.inf
+            print(
+                f"the SuperLink has not started run {self.id} for {START_SECONDS:.0f} s: its process flower-superexec "
+                "may have ended, e.g. because its database was locked; see its log, and restart flower-superlink with "
+                "the same options, which starts the run",
+                flush=True,
+            )
 
     def stop(self) -> None:
         """Stop the run, and wait for its end."""

@@ -183,3 +183,20 @@ def test_a_run_that_does_not_start_is_explained(monkeypatch, capsys, seconds, wa
     assert all(
         "has not started run 7 for 60 s: its process flower-superexec may have ended" in one for one in lines[:-1]
     )
+
+
+def test_the_superlink_may_restart_twice_before_a_run_starts(monkeypatch, capsys):
+    """Two outages of 90 s, more than two minutes together."""
+    clock = Clock()
+    monkeypatch.setattr(deployment, "time", clock)
+
+    def run_status(control, run_id):
+        if 10 <= clock.now < 100 or 150 <= clock.now < 240:
+            raise httpx.ConnectError("refused")
+        return RunStatus(status="pending") if clock.now < 300 else RunStatus(status="finished", sub_status="completed")
+
+    monkeypatch.setattr(deployment.control_internals, "run_status", run_status)
+    monkeypatch.setattr(deployment.control_internals, "stream_logs", lambda control, run_id, *, after: [])
+    run = deployment._Run(None, 7, engine=EngineSettings(name="deployment", address="127.0.0.1:8000"))
+    assert run.follow().sub_status == "completed"
+    assert capsys.readouterr().out.count("has not started") == 1
