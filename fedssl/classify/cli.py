@@ -12,6 +12,7 @@ never on both sides of the cross-validation. Labeled images, and copies of them,
 """
 
 import json
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from fedssl.classify.classifier import Classifier
 from fedssl.classify.label_next import DUPLICATE, FEW, MAX_POOL, next_to_label
 from fedssl.classify.labeled import UNLABELED, LabeledImages, list_labeled, read_labeled, without_labels
 from fedssl.classify.onnx_file import NUM_CHECKED, check_packages, write_onnx
-from fedssl.classify.options import Options, check_outputs, classify_options
+from fedssl.classify.options import OUTPUTS, Options, check_outputs, classify_options
 from fedssl.classify.results import describe, prediction_rows, report
 from fedssl.classify.validation import train
 from fedssl.config.commands import run_with_overrides
@@ -92,7 +93,7 @@ def _read(options: Options, embedder: Embedder) -> tuple[LabeledImages | None, E
     check_outputs(options)
     skip = options.skip_unreadable
     return (
-        None if labeled is None else read_labeled(embedder, labeled, skip_unreadable=skip),
+        None if labeled is None else read_labeled(embedder, labeled, options.settings, skip_unreadable=skip),
         None if images is None else embed_list(embedder, images, skip_unreadable=skip),
     )
 
@@ -124,20 +125,30 @@ def _label_next(
     if any(place.part for place in pool.images.places(np.sort(pool.rows[chosen]))):
         hint += "; some are parts of files: write their labels beside the images, not into this table"
     elif len(chosen):
-        hint += f"; once labeled, {_continuation(options.labeled, table)}"
+        hint += f"; once labeled, {_continuation(options, table)}"
     return chosen, hint
 
 
-def _continuation(labeled: Path | None, table: Path) -> str:
+def _continuation(options: Options, table: Path) -> str:
     """Return how to use the labels of a table together with those of ``labeled``."""
-    tables = table.with_name(f"{table.stem.rstrip(digits)}*{table.suffix}")
+    labeled, tables = options.labeled, table.with_name(f"{table.stem.rstrip(digits)}*{table.suffix}")
+    pattern = _in_braces(tables)
     if labeled is None or labeled.absolute().match(str(tables.absolute())):
-        both = tables
+        both = pattern
     elif ".csv" not in labeled.name:
         return f"add them to {labeled}"
+    elif pattern in str(labeled):
+        both = str(labeled)
     else:
-        both = labeled if str(tables) in str(labeled) else Path(f"{{{labeled},{tables}}}")
-    return f"continue with {shlex.quote(f'labeled={both}')} and another next="
+        both = f"{{{_in_braces(labeled) if labeled.is_file() else labeled},{pattern}}}"
+    outputs = " and ".join(f"another {key}=" for key in OUTPUTS if vars(options)[key] is not None)
+    return f"continue with {shlex.quote(f'labeled={both}')} and {outputs}"
+
+
+def _in_braces(path: Path) -> str:
+    """Return a pattern of a path, with a wildcard for each character that has a meaning in braces."""
+    folders = [re.sub(r"[][,{}*?]", "?", part) if {*part} & {*",{}"} else part for part in path.parent.parts]
+    return str(Path(*folders, re.sub("[,{}]", "?", path.name)))
 
 
 def _rows_to_label(

@@ -1,6 +1,7 @@
 """Labeled images with their features, checked for what would make a result wrong."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from fedssl.datasets.holdout import NO_LABEL
+from fedssl.datasets.page_index import PageIndex
 from fedssl.embedding import Embedder, Embeddings
 from fedssl.embedding.embeddings import embed_list, list_for
 from fedssl.embedding.image_list import ImageList
@@ -30,7 +32,7 @@ class LabeledImages:
     rows: np.ndarray  # of the images with a label, int64 ``(m,)``
     labels: np.ndarray  # int64 ``(m,)``, numbers of ``classes``
     classes: tuple[str, ...]  # each has an image
-    groups: np.ndarray  # int64 ``(m,)``; images with equal pixels are in one group
+    groups: np.ndarray  # int64 ``(m,)``; images of a file, or with equal pixels, are in one group
 
     @property
     def known(self) -> np.ndarray:
@@ -78,7 +80,9 @@ def list_labeled(embedder: Embedder, path: Path, settings: Mapping[str, Any]) ->
     return images
 
 
-def read_labeled(embedder: Embedder, images: ImageList, *, skip_unreadable: bool) -> LabeledImages:
+def read_labeled(
+    embedder: Embedder, images: ImageList, settings: Mapping[str, Any], *, skip_unreadable: bool
+) -> LabeledImages:
     """Return images with features and labels; `InputError` if these contradict each other."""
     embeddings = embed_list(embedder, images, skip_unreadable=skip_unreadable)
     found = images.labels
@@ -90,16 +94,29 @@ def read_labeled(embedder: Embedder, images: ImageList, *, skip_unreadable: bool
     classes = tuple(names[number] for number in present)
     if len(classes) < 2:
         raise InputError("the readable images of labeled= have one class only; repair, or add, images of another")
-    _check_copies(embeddings, rows, labels, classes)
+    copies = _copies(embeddings, rows)
+    _check_copies(embeddings, rows, labels, classes, copies)
     _warn(embeddings, rows, classes)
-    return LabeledImages(embeddings, rows, labels, classes, _groups(embeddings, rows))
+    column = None if settings.get("group") else images.values_if_any(GROUP)
+    return LabeledImages(embeddings, rows, labels, classes, _groups(embeddings, rows, copies, column))
 
 
-def _check_copies(images: Embeddings, rows: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> None:
+def _copies(images: Embeddings, rows: np.ndarray) -> list[str]:
+    """Return a text for each row, equal for copies. Blank pages, as at the ends of a volume, are no copies."""
+    if not any(isinstance(part, PageIndex) for part in images.images.parts):
+        return [images.digests[row] for row in rows]
+    files = [place.file for place in images.images.places(images.rows)]
+    counts = Counter(files)
+    return [f"{row}" if images.blank[row] and counts[files[row]] > 1 else images.digests[row] for row in rows]
+
+
+def _check_copies(
+    images: Embeddings, rows: np.ndarray, labels: np.ndarray, classes: Sequence[str], copies: Sequence[str]
+) -> None:
     """Raise an `InputError` if an image has two labels, or if all images have the same features."""
     names, first = images.names, dict[str, int]()
-    for place, (row, label) in enumerate(zip(rows, labels, strict=True)):
-        other = first.setdefault(images.digests[row], place)
+    for place, (row, label, copy) in enumerate(zip(rows, labels, copies, strict=True)):
+        other = first.setdefault(copy, place)
         if labels[other] != label:
             raise InputError(
                 f"{names[rows[other]]} and {names[row]} are the same image, but labeled {classes[labels[other]]!r} "
@@ -129,17 +146,26 @@ def _warn(embeddings: Embeddings, rows: np.ndarray, classes: Sequence[str]) -> N
             log.warning("%s", sanitize(f"{listed} count as {len(similar)} classes; write them alike if they are one"))
 
 
-def _groups(images: Embeddings, rows: np.ndarray) -> np.ndarray:
-    """Return the group of each row: joined by the column of groups, if there is one, and by equal pixels."""
-    _, copies = np.unique(images.digests[rows], return_inverse=True)
-    values: Sequence[Any] | None = images.images.groups(images.rows)
-    if values is None:
-        of_all = images.images.values_if_any(GROUP)
-        if of_all is None:
-            return np.asarray(copies)
-        values = [of_all[row] for row in images.rows]
-    given = [f"group {values[row]}" if values[row] is not None else f"image {row}" for row in rows]
-    _, groups = np.unique(given, return_inverse=True)
-    size = max(groups.max(), copies.max()) + 1
-    edges = coo_array((np.ones(len(rows)), (groups, size + copies)), shape=(2 * size, 2 * size))
-    return np.asarray(connected_components(edges, directed=False)[1][groups])
+def _groups(images: Embeddings, rows: np.ndarray, copies: Sequence[str], column: Sequence[Any] | None) -> np.ndarray:
+    """Return the group of each row: joined by the groups of the list, by a column of it, and as copies.
+
+    An empty value of a group joins nothing.
+    """
+    values = [copies]
+    if (of_list := images.images.groups(images.rows)) is not None:
+        values.append([of_list[row] for row in rows])
+    if column is not None:
+        values.append([column[row] for row in images.rows[rows]])
+    joined = [_first_with(each) for each in values]
+    edges = np.tile(np.arange(len(rows)), len(joined)), np.concatenate(joined)
+    graph = coo_array((np.ones(len(edges[0])), edges), shape=(len(rows), len(rows)))
+    return np.asarray(connected_components(graph, directed=False)[1])
+
+
+def _first_with(values: Sequence[Any]) -> np.ndarray:
+    """Return for each value the place of the first that equals it; an empty value equals none."""
+    first = dict[str, int]()
+    places = [
+        place if value in (None, "") else first.setdefault(str(value), place) for place, value in enumerate(values)
+    ]
+    return np.array(places)

@@ -10,9 +10,9 @@ from fedssl.config.literal import path_of
 from fedssl.config.targets import search_folders
 from fedssl.errors import InputError
 
-_OUTPUTS = {"out": ".csv", "report": ".json", "next": ".csv", "onnx": ".onnx"}
+OUTPUTS = {"next": ".csv", "out": ".csv", "report": ".json", "onnx": ".onnx"}
 _READERS: dict[str, Callable[[str, str], Any]] = {
-    **dict.fromkeys(("labeled", "images", *_OUTPUTS), lambda key, text: path_of(text)),
+    **dict.fromkeys(("labeled", "images", *OUTPUTS), lambda key, text: path_of(text)),
     **dict.fromkeys(("label_next", "seed"), lambda key, text: int(number_of(key, text, 0, 10**9))),
     **dict.fromkeys(("include_labeled", "skip_unreadable"), flag_of),
     **dict.fromkeys(("backend", "device"), lambda key, text: text),
@@ -52,9 +52,9 @@ def classify_options(overrides: Sequence[str]) -> Options:
         given.setdefault("out", Path("predictions.csv"))
     if given.get("label_next"):
         given.setdefault("next", Path("label_next.csv"))
-    outputs = {key: given[key] for key in _OUTPUTS if key in given}
+    outputs = {key: given[key] for key in OUTPUTS if key in given}
     for key, file in outputs.items():
-        check_output(key, file, _OUTPUTS[key])
+        check_output(key, file, OUTPUTS[key])
     if len(set(outputs.values())) < len(outputs):
         raise InputError(f"two of {'=, '.join(outputs)}= name the same file; choose different ones")
     return Options(source=source, settings=settings, folders=search_folders(overrides), **given)
@@ -62,7 +62,7 @@ def classify_options(overrides: Sequence[str]) -> Options:
 
 def check_outputs(options: Options) -> None:
     """Raise an `InputError` if an output exists."""
-    for key in _OUTPUTS:
+    for key in OUTPUTS:
         file = vars(options)[key]
         if file is not None:
             check_new(key, file)

@@ -35,6 +35,7 @@ class Embeddings:
     images: ImageList  # of all images
     rows: np.ndarray  # those of ``images`` that are readable, int64 ``(n,)``, ascending
     digests: np.ndarray  # str, ``(n,)``, equal for equal pixels
+    blank: np.ndarray  # bool, ``(n,)``, whether all pixels of a channel are equal
 
     def decode(self, numbers: np.ndarray, *, size: int | None = None) -> np.ndarray:
         """Return the images with these ascending numbers, ``(k, channels, size, size)``, in another size if given."""
@@ -88,11 +89,13 @@ def embed_path(
 
 def embed_list(embedder: Embedder, images: ImageList, *, skip_unreadable: bool) -> Embeddings:
     """Compute the features of all images of a list, as `embed_path`."""
-    features, rows, digests, unreadable = list[np.ndarray](), list[np.ndarray](), list[str](), dict[int, str]()
+    features, rows, blank = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+    digests, unreadable = list[str](), dict[int, str]()
     for block, of_block in embedded_blocks(embedder, images):
         features.append(of_block)
         rows.append(block.rows)
         digests += block.digests()
+        blank.append((block.images == block.images[..., :1, :1]).all(axis=(1, 2, 3)))
         unreadable |= block.unreadable
     check_readable(images, unreadable, skip=skip_unreadable)
     readable = np.concatenate(rows)
@@ -104,6 +107,7 @@ def embed_list(embedder: Embedder, images: ImageList, *, skip_unreadable: bool) 
         images=images,
         rows=readable,
         digests=np.array(digests),
+        blank=np.concatenate(blank),
     )
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -112,8 +113,9 @@ def test_the_next_round_keeps_all_labels(run: Path, photos: Path) -> None:
     labeled, known, proposed = [], 0, set[str]()
     for number, (file, count) in enumerate(rounds.items()):
         text = classify([*words, *labeled, f"next={file}", f"out={number}.csv"][: None if labeled else -1])
-        (word,) = re.findall("once labeled, continue with '(.*)' and another next=$", text)
+        ((word, out),) = re.findall("once labeled, continue with '(.*)' and another next=( and another out=)?$", text)
         assert word == "labeled=label_next*.csv"
+        assert bool(out) == bool(labeled)
         assert not labeled or f"{known} labeled images of " in text
         assert proposed.isdisjoint(line["path"] for line in table(file))
         write_labels(file, count=count)
@@ -125,20 +127,22 @@ def test_the_next_round_keeps_all_labels(run: Path, photos: Path) -> None:
         classify([*words, *labeled, "out=4.csv"])
 
 
-@pytest.mark.parametrize("absolute", [False, True])
-def test_labels_of_two_tables_are_used_together(run: Path, photos: Path, absolute: bool) -> None:
-    labeled = photos.parent / "labels.csv" if absolute else Path("labels.csv")
-    rows = [(path, path.parent.name) for path in photos.glob("labeled/*/*.png")]
+@pytest.mark.parametrize("folder", [None, "", "Doe, J", "{1} [2]", "a{b,c}"])
+def test_labels_of_two_tables_are_used_together(run: Path, photos: Path, folder: str | None) -> None:
+    below = Path("" if folder is None else photos.parent / folder)
+    below.mkdir(exist_ok=True)
+    labeled, proposed = below / "labels.csv", below / "label_next.csv"
+    rows = [(path.absolute(), path.parent.name) for path in photos.glob("labeled/*/*.png")]
     with labeled.open("w", newline="") as stream:
         csv.writer(stream).writerows([("path", "label"), *rows])
     words = [f"run={run}", "images=photos", "label_next=6"]
-    text = classify([*words, f"labeled={labeled}"])
-    both = f"labeled={{{labeled},label_next*.csv}}"
-    assert text.endswith(f"once labeled, continue with '{both}' and another next=")
-    write_labels("label_next.csv")
-    text = classify([*words, both, "next=label_next2.csv", "out=p.csv"])
+    text = classify([*words, f"labeled={labeled}", f"next={proposed}"])
+    (quoted,) = re.findall("once labeled, continue with (.*) and another next= and another out=$", text)
+    (both,) = shlex.split(quoted)
+    write_labels(str(proposed))
+    text = classify([*words, both, f"next={below / 'label_next2.csv'}", "out=p.csv"])
     assert "24 labeled images of 3 classes" in text
-    assert text.endswith(f"once labeled, continue with '{both}' and another next=")
+    assert text.endswith(f"once labeled, continue with {quoted} and another next= and another out=")
 
 
 def test_names_that_no_table_can_hold_are_not_labeled_next(run: Path, photos: Path) -> None:
