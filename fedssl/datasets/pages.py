@@ -104,8 +104,8 @@ class _PillowPages(Pages):
 
     def page(self, number: int) -> Image.Image | Raster:
         image = self._image
-        if number and image.format == "TIFF":
-            number = self._numbers[number]
+        if image.format == "TIFF":
+            number = self._numbers[number] if number else image_pages(self._stream, limit=1)[0]
         if number != image.tell():
             image.seek(number)
         check_shape((image.height, image.width, 1), max_pixels=self._max_pixels)

@@ -41,7 +41,7 @@ class _TiffPages(Pages):
         return len(self._numbers)
 
     def page(self, number: int) -> Raster:
-        return self.raster(self._numbers[number] if number else 0)
+        return self.raster(self._numbers[number] if number else image_pages(self._stream, limit=1)[0])
 
     def raster(self, number: int, *, as_rgb: bool = False) -> Raster:
         """Return a page by its number in the file; ``as_rgb`` converts CMYK."""

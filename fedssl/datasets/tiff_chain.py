@@ -6,6 +6,8 @@ have bits 0 and 2 of NewSubfileType (TIFF 6.0, section 8).
 
 import struct
 from collections.abc import Iterator
+from io import SEEK_END
+from itertools import islice
 from typing import IO
 
 MAX_PAGES = 2**20  # of a file
@@ -13,14 +15,15 @@ _SUBFILE_TYPE = 254
 _REDUCED_OR_MASK = 0b101
 
 
-def image_pages(stream: IO[bytes]) -> list[int]:
-    """Return the numbers of the pages that are images in full size; the first page if none is."""
-    numbers = [number for number, kind in enumerate(_subfile_types(stream)) if not kind & _REDUCED_OR_MASK]
-    return numbers or [0]
+def image_pages(stream: IO[bytes], *, limit: int | None = None) -> list[int]:
+    """Return the numbers of the pages that are images in full size, ``limit`` at most; the first page if none is."""
+    numbers = (number for number, kind in enumerate(_subfile_types(stream)) if not kind & _REDUCED_OR_MASK)
+    return list(islice(numbers, limit)) or [0]
 
 
 def _subfile_types(stream: IO[bytes]) -> Iterator[int]:
     """Yield the NewSubfileType of each page, until the chain ends, repeats or is damaged."""
+    end = stream.seek(0, SEEK_END)
     stream.seek(0)
     head = stream.read(16)
     order = "<" if head.startswith(b"II") else ">"
@@ -28,7 +31,7 @@ def _subfile_types(stream: IO[bytes]) -> Iterator[int]:
     entry, count_form, place_form = (20, "Q", "Q") if is_big else (12, "H", "I")
     place = struct.unpack_from(order + place_form, head, 8 if is_big else 4)[0]
     seen = set[int]()
-    while place and place not in seen and len(seen) < MAX_PAGES:
+    while 0 < place < end and place not in seen and len(seen) < MAX_PAGES:
         seen.add(place)
         stream.seek(place)
         start = stream.read(struct.calcsize(count_form))

@@ -36,14 +36,47 @@ def test_reduced_pages_and_masks_are_no_images(tmp_path, options):
 
 
 @pytest.mark.parametrize(
+    ("channels", "kind", "photometric"),
+    [(1, "uint16", "minisblack"), (3, "uint8", "rgb"), (3, "uint16", "rgb"), (5, "uint8", "minisblack")],
+)
+def test_a_thumbnail_before_the_image_is_not_read(channels, kind, photometric):
+    values = np.random.default_rng(0).integers(0, 256, (16, 16, channels)).astype(kind)
+    stream = io.BytesIO()
+    with tifffile.TiffWriter(stream) as file:
+        for image, subfiletype in ((values[::2, ::2], 1), (values, 0)):
+            options = {"photometric": photometric, "planarconfig": "contig" if channels > 1 else None}
+            file.write(image.squeeze(), subfiletype=subfiletype, contiguous=False, **options)
+    assert np.array_equal(Decoding(channels=channels, size=16)(stream.getvalue()), values.transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize("channels", [1, 5])
+@pytest.mark.parametrize("is_big", [False, True])
+@pytest.mark.parametrize("is_beyond", [False, True])
+def test_a_damaged_second_page_leaves_the_first_readable(channels, is_big, is_beyond):
+    values = np.broadcast_to(STACK[0, ..., None], (16, 16, channels)).squeeze()
+    stream = io.BytesIO()
+    with tifffile.TiffWriter(stream, bigtiff=is_big) as file:
+        for _ in range(2):
+            file.write(values, photometric="minisblack", planarconfig="contig", contiguous=False)
+    place, form = tifffile.TiffFile(io.BytesIO(stream.getvalue())).pages[1].offset, "<Q" if is_big else "<I"
+    content = stream.getvalue()
+    if is_beyond:
+        content = content.replace(struct.pack(form, place), b"\xff" * struct.calcsize(form))
+    else:
+        content = content[:place] + b"\xff" * len(content[place:])
+    assert np.array_equal(Decoding(channels=channels, size=16)(content)[0], STACK[0])
+
+
+@pytest.mark.parametrize(
     ("content", "expected"),
     [
         (b"II*\0\x08\0\0\0", [0]),
         (b"II*\0\x08\0\0\0\0\0\x08\0\0\0" + bytes(8), [0]),  # a loop
         (b"II*\0\xff\xff\xff\xff" + bytes(8), [0]),  # beyond the end
         (b"II*\0\x08\0\0\0\xff\xff" + bytes(40), [0]),  # more entries than bytes
+        (b"II+\0\x08\0\0\0" + b"\xff" * 8, [0]),  # beyond all files
     ],
-    ids=["cut", "loop", "beyond", "entries"],
+    ids=["cut", "loop", "beyond", "entries", "far"],
 )
 def test_damaged_chains_end(content, expected):
     assert image_pages(io.BytesIO(content.ljust(16, b"\0"))) == expected
@@ -51,9 +84,11 @@ def test_damaged_chains_end(content, expected):
 
 def test_a_hundred_thousand_pages_are_counted_at_once():
     empty = b"".join(struct.pack("<HI", 0, 8 + 6 * number) for number in range(1, 100_000))
-    start = time.process_time()
-    assert len(image_pages(io.BytesIO(b"II*\0\x08\0\0\0" + empty + bytes(6)))) == 100_000
+    stream, start = io.BytesIO(b"II*\0\x08\0\0\0" + empty + bytes(6)), time.process_time()
+    assert len(image_pages(stream)) == 100_000
     assert time.process_time() - start < 5
+    assert image_pages(stream, limit=1) == [0]
+    assert stream.tell() == 14  # after the first
 
 
 @pytest.mark.parametrize("kind", ["uint16", "int16", "float32"])
