@@ -164,7 +164,7 @@ def unreadable_reason(error: Exception) -> str:
 
 def _picture(pages: Pages, number: int, depth: int, decoding: Decoding) -> Image.Image | Raster:
     if depth > 1:
-        return stacked(pages, number, depth, max_pixels=decoding.max_pixels)
+        return stacked(pages, number, depth, decoding, max_pixels=decoding.max_pixels)
     image = pages.page(number)
     if decoding.channels not in (1, 3) and pages.count > 1:
         _check_page(image, count=pages.count, channels=decoding.channels)

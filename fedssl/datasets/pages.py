@@ -29,7 +29,7 @@ from fedssl.datasets.formats import (
     require_package,
 )
 from fedssl.datasets.pixels import FILE_BITS, is_deep_color, is_misread, raster_of
-from fedssl.datasets.raster import Raster
+from fedssl.datasets.raster import PixelSettings, Raster, narrowest_dtype, scaled_values, widest
 from fedssl.datasets.tiff_chain import MAX_PAGES, image_pages
 from fedssl.safe_io import FilePath, open_regular_file
 
@@ -169,20 +169,37 @@ def open_pages(
                 yield _PillowPages(image, stream, max_pixels=max_pixels, channels=channels)
 
 
-def stacked(pages: Pages, first: int, depth: int, *, max_pixels: int) -> Raster:
-    """Return successive pages as the channels of one image; they are read at once."""
+def stacked(pages: Pages, first: int, depth: int, settings: PixelSettings, *, max_pixels: int) -> Raster:
+    """Return successive pages as the channels of one image; they are read at once.
+
+    Pages with different values of black and white are scaled one by one.
+    """
     if first + depth > pages.count:
         raise ValueError(f"it has {pages.count} pages, which are no multiple of dataset.channels={depth}")
-    layers, raster = [], None
+    layers, rasters = list[np.ndarray](), list[Raster]()
+    is_set = settings.window is not None or settings.percentiles is not None
     for number in range(first, first + depth):
         image = pages.page(number)
         raster = image if isinstance(image, Raster) else raster_of(image)
         check_shape((*raster.shape[:2], depth * raster.shape[2]), max_pixels=max_pixels)
         layer = raster.load()  # whose height and width are interchanged if it is turned upright
         layers.append(layer[..., None] if layer.ndim == 2 else layer)
-    values = np.concatenate(layers, axis=2)
-    assert raster is not None  # the depth is above 0
-    return replace(raster, shape=values.shape, load=lambda: values)
+        rasters.append(raster)
+    pairs = list(zip(rasters, layers, strict=True))
+    scales = {(raster.white_is_zero, layer.dtype, None if is_set else raster.limits) for raster, layer in pairs}
+    if len(scales) == 1:
+        values = np.concatenate(layers, axis=2)
+        return replace(rasters[-1], shape=values.shape, load=lambda: values)
+    dtype = widest(raster.dtype or narrowest_dtype(layer.dtype) for raster, layer in pairs)
+    values = np.concatenate([scaled_values(raster, layer, settings) for raster, layer in pairs], axis=2)
+    return Raster(
+        shape=values.shape,
+        load=lambda: values,
+        limits=(0, 1),
+        is_fixed=True,
+        dtype=dtype,
+        file_percentiles=lambda _: (0.0, 1.0),
+    )
 
 
 def check_shape(shape: tuple[int, int, int], *, max_pixels: int) -> None:

@@ -97,6 +97,18 @@ def adopt_pixels(
     return {**settings, **{key: encoder[key] for key in usual & encoder.keys()}}
 
 
+def scaled_values(raster: Raster, values: np.ndarray, settings: PixelSettings) -> np.ndarray:
+    """Scale the values of an image to float32 in [0, 1]; those that are not a number become black."""
+    low, high = _checked_limits(raster, values, settings)
+    wide = "float64" if values.dtype.itemsize > 2 and values.dtype != np.float32 else "float32"
+    scaled = (values.astype(wide) - np.array(low, wide)) * np.array(1 / (high - low) if high > low else 0, wide)
+    scaled = scaled.clip(0, 1).astype(np.float32, copy=False)
+    if raster.white_is_zero:
+        scaled = 1 - scaled
+    finite: np.ndarray = np.nan_to_num(scaled, copy=False, nan=0.0)
+    return finite
+
+
 def raster_to_array(raster: Raster, settings: PixelSettings) -> np.ndarray:
     """Scale an image to the channels and the size of the settings, ``(channels, size, size)`` of a dtype of `MAXIMA`.
 
@@ -104,13 +116,7 @@ def raster_to_array(raster: Raster, settings: PixelSettings) -> np.ndarray:
     601. Other numbers of channels must be equal.
     """
     values = raster.load()
-    low, high = _checked_limits(raster, values, settings)
-    wide = "float64" if values.dtype.itemsize > 2 and values.dtype != np.float32 else "float32"
-    scaled = (values.astype(wide) - np.array(low, wide)) * np.array(1 / (high - low) if high > low else 0, wide)
-    scaled = scaled.clip(0, 1).astype(np.float32, copy=False)
-    if raster.white_is_zero:
-        scaled = 1 - scaled
-    scaled = np.nan_to_num(scaled, copy=False, nan=0.0)
+    scaled = scaled_values(raster, values, settings)
     background = np.float32(settings.background / MAXIMA["uint8"])
     if raster.transparent is not None:
         scaled = np.where(values == raster.transparent, background, scaled)

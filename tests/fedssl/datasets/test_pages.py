@@ -13,6 +13,7 @@ from fedssl.datasets.decoding import Decoding, Page, unreadable_reason
 from fedssl.datasets.pages import Successive
 from fedssl.errors import InputError
 from fedssl.export import Preprocess
+from tests.fedssl.datasets.dicom_files import stack, windows
 from tests.fedssl.datasets.made import encoded, png_chunk, tiff
 
 ANY = (ValueError, OSError, InputError, RuntimeError, SyntaxError)
@@ -257,3 +258,43 @@ def test_color_of_16_bits_multiplied_by_opacity():
     for kind, factor in (("assocalpha", 1), ("unassalpha", 32768 / 65535)):
         found = decoding(tiff(values, photometric="rgb", extrasamples=[kind])).ravel()
         assert np.abs(found - (np.array([10000, 20000, 30000]) * factor + 65535 - 32768)).max() <= 1
+
+
+def pages_of_tiff(*pages: tuple[np.ndarray, str]) -> bytes:
+    stream = io.BytesIO()
+    with tifffile.TiffWriter(stream) as file:
+        for values, photometric in pages:
+            file.write(values, photometric=photometric, contiguous=False)
+    return stream.getvalue()
+
+
+NARROW, WIDE = (np.random.default_rng(1).integers(0, 256, (6, 6), dtype=kind) for kind in (np.uint8, np.uint16))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        stack(np.stack([WIDE, WIDE]), PerFrameFunctionalGroupsSequence=windows(100, 300)),
+        pages_of_tiff((NARROW, "minisblack"), (WIDE, "minisblack")),
+        pages_of_tiff((NARROW, "minisblack"), (NARROW, "miniswhite")),
+        pages_of_tiff((WIDE, "minisblack"), (WIDE, "miniswhite")),
+    ],
+    ids=["windows", "bits", "polarity", "polarity of 16 bits"],
+)
+def test_pages_as_channels_are_scaled_one_by_one(tmp_path, content):
+    (tmp_path / "file").write_bytes(content)
+    one, two = (Decoding(channels=channels, size=6, dtype="float32") for channels in (1, 2))
+    expected = np.concatenate([one(Page(tmp_path / "file", number)) for number in range(2)])
+    np.testing.assert_allclose(two(Page(tmp_path / "file", 0, 2)), expected, atol=1e-6)
+
+
+def test_pages_as_channels_have_common_percentiles(tmp_path):
+    frames = np.stack([WIDE, 3 * WIDE])
+    low, high = np.percentile(frames, (10, 90))
+    for name, content in (
+        ("a.tif", tiff(frames)),
+        ("b.dcm", stack(frames, PerFrameFunctionalGroupsSequence=windows(100, 300))),
+    ):
+        (tmp_path / name).write_bytes(content)
+        found = Decoding(channels=2, size=6, dtype="float32", percentiles=[10, 90])(Page(tmp_path / name, 0, 2))
+        np.testing.assert_allclose(found, ((frames - low) / (high - low)).clip(0, 1), atol=1e-6)
