@@ -1,6 +1,7 @@
 """Arrays of NumPy: one image, or a stack of images."""
 
 import io
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from PIL import Image
 from fedssl.config.constraint_table import MAX_CHANNELS
 from fedssl.datasets.pages import Pages, check_shape, max_file_bytes
 from fedssl.datasets.raster import Raster, percentiles_of
+from fedssl.logs import log_once
 
 
 class ArrayPages(Pages):
@@ -24,6 +26,8 @@ class ArrayPages(Pages):
         if self._dtype.hasobject or self._dtype.kind not in "biuf":
             raise ValueError(f"it is an array of {self._dtype}, and numbers are needed")
         self._channel_axis = channel_axis(self._shape, channels)
+        if self._channel_axis is None and min(self._shape) <= MAX_CHANNELS and len(self._shape) == 3:
+            log_once(logging.INFO, "arrays of three axes are stacks of gray images; of bands, set dataset.channels")
         images = _as_images(np.broadcast_to(np.zeros((), self._dtype), self._shape), self._channel_axis)
         self._count: int
         self._count, height, width, depth = images.shape
@@ -104,15 +108,15 @@ def channel_axis(shape: tuple[int, ...], channels: int) -> int | None:
 
     An array is ``(height, width)``, with an axis of channels at either end, or one of images before all others. The
     axis of channels is the last or else the first of the data set's ``channels``, of 1 or 3, or of up to
-    `MAX_CHANNELS`. For gray and color, more than `MAX_CHANNELS` small squares, such as ``(60000, 28, 28)``, are a
-    stack.
+    `MAX_CHANNELS`. For gray and color, other arrays of three axes are a stack, such as ``(24, 128, 128)``, unless the
+    last has at most `MAX_CHANNELS` and half of the second, as in ``(240, 320, 4)``: these are bands.
     """
     if len(shape) == 2:
         return None
     if len(shape) not in (3, 4) or not math.prod(shape):
         raise ValueError(f"its shape is {shape}, and (height, width) is needed, with or without channels")
-    count, height, width = shape[-3:]
-    is_stack = channels in (1, 3) and len(shape) == 3 and count > MAX_CHANNELS and count != height == width
+    height, width = shape[-2:]
+    is_stack = channels in (1, 3) and len(shape) == 3 and (width > MAX_CHANNELS or 2 * width > height)
     further = () if is_stack else range(1, MAX_CHANNELS + 1)
     for allowed in ((channels,), (1, 3) if channels in (1, 3) else (), further):
         for axis in (-1, -3):

@@ -31,9 +31,12 @@ def npy(array: np.ndarray, **options: object) -> bytes:
         ((60000, 28, 28), 1, (60000, 28, 28, 1)),
         ((100, 28, 28), 3, (100, 28, 28, 1)),
         ((100, 28, 28), 28, (1, 100, 28, 28)),
-        ((28, 28, 28), 1, (1, 28, 28, 28)),
-        ((64, 28, 28), 1, (1, 64, 28, 28)),  # or 64 bands
-        ((100, 30, 28), 1, (1, 100, 30, 28)),  # or an image with 28 bands
+        ((28, 28, 28), 1, (28, 28, 28, 1)),
+        ((24, 80, 80), 3, (24, 80, 80, 1)),  # bands are neither gray nor color
+        ((500, 40, 48), 1, (500, 40, 48, 1)),
+        ((24, 200, 80), 1, (24, 200, 80, 1)),
+        ((64, 64, 13), 3, (1, 64, 64, 13)),  # the last axis is too short for an image
+        ((24, 32, 4), 3, (1, 24, 32, 4)),
         ((9, 32, 40, 1), 1, (9, 32, 40, 1)),
         ((9, 1, 32, 40), 1, (9, 32, 40, 1)),
         ((9, 1, 4, 4), 3, (9, 4, 4, 1)),  # 1 of gray before 4
@@ -55,6 +58,11 @@ def test_values_are_those_of_the_file(order):
     content = npy(np.array(values, order=order))
     assert np.array_equal(Decoding(channels=13, size=4)(content), values.transpose(2, 0, 1))
     assert np.array_equal(Decoding(channels=13, size=4)(npy(values.astype(">u2"))), values.transpose(2, 0, 1))
+
+
+def test_a_stack_that_may_be_bands_is_logged(log_again, caplog):
+    assert Decoding(channels=3, size=8)(npy(np.zeros((13, 16, 16), np.uint8))).shape == (3, 8, 8)
+    assert "arrays of three axes are stacks of gray images; of bands, set dataset.channels" in caplog.text
 
 
 def test_pages_of_a_stack(tmp_path):
