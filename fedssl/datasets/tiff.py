@@ -23,6 +23,7 @@ _ALPHA = (_PREMULTIPLIED := 1, 2)  # kinds of extra samples
 _ORIENTATION = 274
 _FLIPS = {2: (1,), 3: (0, 1), 4: (0,), 6: (1,), 7: (0, 1), 8: (0,)}  # axes by orientation, after a transposition
 _OTHER = (3, 8, 9, 10)  # kinds of color: palette, CIELAB, ICCLAB, ITULAB
+_COLOR = (2, 6)  # RGB, YCbCr
 _JPEG = (6, 7, 33007, 34892)
 # Formats of images, whose own declared size nothing limits.
 _REFUSED = tifffile.TIFF.IMAGE_COMPRESSIONS.difference(_JPEG) | {tifffile.COMPRESSION.LERC}
@@ -56,17 +57,19 @@ class _TiffPages(Pages):
             kind = f"colors {page.photometric.name}" if page.photometric in _OTHER else page.compression.name
             raise ValueError(f"it has {kind}; save it as RGB, with deflate, LZW or zstd")
         extra, no_data = page.extrasamples, _no_data(page)
+        has_alpha = bool(extra) and int(extra[-1]) in _ALPHA
+        is_color = page.photometric in _COLOR and shape[2] - has_alpha == 3 and page.dtype.kind == "u"
         if as_rgb:
             white = 2**page.bitspersample - 1
             rgb_shape = (*shape[:2], 3)
             return Raster(shape=rgb_shape, load=lambda: _rgb(_values(page), white), limits=(0, white), dtype="uint16")
         return Raster(
             shape=shape,
-            load=lambda: _values(page) if no_data is None else _without(_values(page), no_data),
+            load=lambda: _values(page) if no_data is None else _without(_values(page), no_data, is_color=is_color),
             dtype=narrowest_dtype(page.dtype),
             limits=(0, 2**page.bitspersample - 1) if page.dtype.kind == "u" and page.bitspersample <= 16 else None,
             white_is_zero=page.photometric == tifffile.PHOTOMETRIC.MINISWHITE,
-            has_alpha=bool(extra) and int(extra[-1]) in _ALPHA,
+            has_alpha=has_alpha,
             is_premultiplied=bool(extra) and int(extra[-1]) == _PREMULTIPLIED,
         )
 
@@ -87,10 +90,11 @@ def _no_data(page: Any) -> float | None:
         return None
 
 
-def _without(values: np.ndarray, no_data: float) -> np.ndarray:
-    """Replace pixels without data by NaN."""
+def _without(values: np.ndarray, no_data: float, *, is_color: bool) -> np.ndarray:
+    """Replace values without data by NaN; of color, pixels of which every channel has the value."""
     floats = values.astype(np.float64 if values.dtype.itemsize > 2 else np.float32)
-    return np.where(values == no_data, np.nan, floats)
+    is_missing = values == no_data
+    return np.where(is_missing[..., :3].all(axis=2, keepdims=True) if is_color else is_missing, np.nan, floats)
 
 
 def _rgb(cmyk: np.ndarray, white: int) -> np.ndarray:

@@ -101,3 +101,14 @@ def test_pixels_without_data_are_black_and_no_part_of_percentiles(kind):
     low, high = values[4:].min(), values[4:].max()
     assert not found[0, :4].any()
     np.testing.assert_allclose(found[0, 4:], (values[4:].astype(float) - low) / (float(high) - low), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["uint8", "uint16"])
+@pytest.mark.parametrize("photometric", ["rgb", "minisblack"])
+def test_all_channels_of_color_without_data_have_its_value(kind, photometric):
+    values = np.full((4, 4, 3), 10, kind)
+    values[0], values[1, :, 0] = 255, 255
+    options = {"photometric": photometric, "planarconfig": "contig", "extratags": [(42113, "s", 0, "255", True)]}
+    found = Decoding(channels=3, size=4)(tiff(values, **options)).transpose(1, 2, 0)
+    first = 255 if photometric == "rgb" else 0
+    assert [found[row, 0].tolist() for row in range(3)] == [[0, 0, 0], [first, 10, 10], [10, 10, 10]]
