@@ -91,7 +91,9 @@ def raster_of(image: Image.Image) -> Raster:
     if raster is not None:
         return raster
     image = _upright(image)
-    image = image if image.mode in _MODES else image.convert("RGBA" if image.has_transparency_data else "RGB")
+    if image.mode not in _MODES:
+        own = "L" if image.mode == "1" else "RGB"
+        image = image.convert("RGBA" if image.has_transparency_data else own)
     return Raster(shape=(image.height, image.width, len(image.getbands())), load=lambda: np.asarray(image))
 
 

@@ -298,3 +298,9 @@ def test_pages_as_channels_have_common_percentiles(tmp_path):
         (tmp_path / name).write_bytes(content)
         found = Decoding(channels=2, size=6, dtype="float32", percentiles=[10, 90])(Page(tmp_path / name, 0, 2))
         np.testing.assert_allclose(found, ((frames - low) / (high - low)).clip(0, 1), atol=1e-6)
+
+
+def test_pages_of_1_bit_as_channels(tmp_path):
+    (tmp_path / "stack.tif").write_bytes(tiff(COLOR.transpose(2, 0, 1) > 30000, photometric="minisblack"))
+    found = Decoding(channels=3, size=6)(Page(tmp_path / "stack.tif", 0, 3))
+    assert np.array_equal(found, (COLOR.transpose(2, 0, 1) > 30000) * 255)
