@@ -9,7 +9,7 @@ F, or in mode L if they have 8 bits and no transformation. ``info`` has:
 - ``modality``: the kind of device, such as CT, for warnings;
 - ``raster``: color of more than 8 bits, which the image has reduced to 8. Palettes have 8 bits.
 
-Pixels beside the image (``PixelPaddingValue``) are NaN in mode F.
+Pixels beside the image (``PixelPaddingValue``) are NaN in mode F, and 0 in mode L.
 
 Nothing else of the file is read, such as names of patients. Of its pixels only the requested frame is read, so that
 files with many frames may have any size. Pixels need no more memory than rows times columns: a frame
@@ -128,8 +128,6 @@ class DicomImageFile(ImageFile.ImageFile):
             values = self._decoded()
             if self.mode == "RGB":
                 values = eight_bits(values, self._dataset)
-            elif self.mode == "L" and self.info[WHITE_IS_ZERO]:
-                values = 255 - values
             dtype = np.float32 if self.mode == "F" else np.uint8
             self.im = Image.fromarray(np.ascontiguousarray(values.astype(dtype, copy=False))).im
             self._is_loaded = True
@@ -145,8 +143,11 @@ class DicomImageFile(ImageFile.ImageFile):
             raise ValueError(f"{syntax} needs a decoder: pip install {packages}; or its frame is damaged") from error
         if values.shape[:2] != self.size[::-1]:
             raise ValueError(f"its frame has {values.shape[1]} x {values.shape[0]} pixels")
-        is_beside = is_beside_image(stored, self._dataset) if self.mode == "F" else None
-        return values if is_beside is None else np.where(is_beside, np.float32(np.nan), values)
+        if self.mode == "L" and self.info[WHITE_IS_ZERO]:
+            values = 255 - values
+        is_beside = None if self.mode == "RGB" else is_beside_image(stored, self._dataset)
+        missing = np.float32(np.nan) if self.mode == "F" else values.dtype.type(0)
+        return values if is_beside is None else np.where(is_beside, missing, values)
 
 
 class _Limited:

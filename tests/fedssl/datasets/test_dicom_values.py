@@ -117,3 +117,12 @@ def test_pixels_beside_the_image_are_black(photometric, kind):
     assert opened(content)[1][1].tolist() == [0, 4095]
     ranged = make(values, bits=16, signed=True, **tags, PixelPaddingRangeLimit=0)
     assert np.isnan(opened(ranged)[1]).tolist() == [[True, True], [True, False]]
+
+
+@pytest.mark.parametrize("padding", [0, 255])
+@pytest.mark.parametrize("photometric", ["MONOCHROME1", "MONOCHROME2"])
+def test_pixels_of_8_bits_beside_the_image_are_black(photometric, padding):
+    values = np.array([[padding, padding], [9, 100]])
+    content = make(values, bits=8, PhotometricInterpretation=photometric, PixelPaddingValue=padding)
+    inside = [9, 100] if photometric == "MONOCHROME2" else [246, 155]
+    assert levels(content) == [[0, 0], inside]
