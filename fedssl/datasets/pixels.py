@@ -118,9 +118,17 @@ def _levels(image: Image.Image, settings: PixelSettings) -> np.ndarray:
 
 def _scale_transparent(image: Image.Image) -> None:
     """Scale the transparent value of PNG with 2 or 4 bits, as Pillow scales the pixels; they are not loaded yet."""
-    scales = {"L;2": 85, "L;4": 17}
-    if isinstance(image, PngImageFile) and image.tile and isinstance(image.info.get("transparency"), int):
-        image.info["transparency"] *= scales.get(str(image.tile[0].args), 1)
+    if isinstance(image, PngImageFile) and isinstance(image.info.get("transparency"), int):
+        image.info["transparency"] *= 255 // white_of_file(image)
+
+
+def white_of_file(image: Image.Image) -> int:
+    """Return the value in its file that is 255 in a gray image of 8 bits, which is not loaded yet: Pillow scales it."""
+    arguments = image.tile[0].args if isinstance(image, ImageFile) and image.tile else None
+    mode, *others = arguments if isinstance(arguments, list | tuple) else (arguments,)
+    if isinstance(image, PpmImageFile) and others:
+        return int(others[0])
+    return {"L;2": 3, "L;4": 15}.get(str(mode)[:3], 255)  # with "I" if white is 0, and "R" for the order of bits
 
 
 def orientation_of(image: Image.Image) -> int:

@@ -32,7 +32,7 @@ from fedssl.datasets.decoding import Decoding, Encoded, open_source, unreadable_
 from fedssl.datasets.geometry import center_square
 from fedssl.datasets.image_index import ImageIndex
 from fedssl.datasets.manifest import names_image
-from fedssl.datasets.pixels import orientation_of
+from fedssl.datasets.pixels import orientation_of, white_of_file
 from fedssl.datasets.raster import Raster
 from fedssl.encoders.base import Encoder
 from fedssl.encoders.tokens import TokenEncoder
@@ -134,7 +134,10 @@ def _open_mask(source: Any, decoding: Decoding) -> Image.Image:
             elif page.mode not in _MODES:
                 raise InputError(f"it has mode {page.mode}, but pixels are class numbers; save gray values")
             else:
+                white = white_of_file(page)
                 values = np.asarray(page)
+                if page.mode == "L" and white < _MAX_CLASS:
+                    values = np.rint(values * (white / _MAX_CLASS)).astype(np.uint8)
     if values.ndim != 2 or values.dtype.kind not in "uib" or values.min() < 0 or values.max() > _MAX_CLASS:
         found = f"shape {values.shape}, type {values.dtype} and values from {values.min()} to {values.max()}"
         raise InputError(f"it has {found}, but a mask has one class from 0 to {_MAX_CLASS} for each pixel")

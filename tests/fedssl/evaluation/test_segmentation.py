@@ -1,5 +1,7 @@
 """Linear segmentation by hand, against slow transcriptions and scikit-learn, and its masks."""
 
+import struct
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
 from fedssl.datasets.base import forget_images
+from fedssl.datasets.decoding import Decoding
 from fedssl.encoders import conv_small, torchvision, torchvision_networks
 from fedssl.encoders.factory import vit
 from fedssl.encoders.library import LibraryEncoder, Parts
@@ -23,8 +26,16 @@ from fedssl.encoders.tokens import TokenEncoder
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import EvaluationInput, evaluate, make_evaluation_input
 from fedssl.evaluation.scores import num_test_images, units_of
-from fedssl.evaluation.segmentation import FeatureMap, Segmentation, _scores, class_counts, confusion, read_masks
-from tests.fedssl.datasets.made import png, settings_of
+from fedssl.evaluation.segmentation import (
+    FeatureMap,
+    Segmentation,
+    _open_mask,
+    _scores,
+    class_counts,
+    confusion,
+    read_masks,
+)
+from tests.fedssl.datasets.made import png, png_chunk, settings_of, tiff
 
 
 def scene(seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -113,6 +124,34 @@ def test_both_sides_are_found_from_folders_and_columns(tmp_path: Path):
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "table" / f"{split}.parquet")
     of_table = subject_of(tmp_path / "table", image="image")
     assert Segmentation(masks="mask")(of_table, seed=0) == scores
+
+
+def png_of_bits(mask: np.ndarray, bits: int) -> bytes:
+    """A gray PNG whose values have 1, 2, 4 or 8 bits; its width is a multiple of 8."""
+    places = mask[..., None] >> np.arange(bits)[::-1] & 1
+    lines = np.packbits(places.reshape(len(mask), -1).astype(np.uint8), axis=1)
+    content = zlib.compress(b"".join(b"\0" + line.tobytes() for line in lines))
+    header = struct.pack(">IIBBBBB", mask.shape[1], len(mask), bits, 0, 0, 0, 0)
+    chunks = (png_chunk(b"IHDR", header), png_chunk(b"IDAT", content), png_chunk(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def tiff_of_bits(mask: np.ndarray, bits: int) -> bytes:
+    if bits == 1:
+        return tiff(mask.astype(bool), photometric="minisblack")
+    return tiff(mask, photometric="minisblack", bitspersample=bits)
+
+
+def pgm_of_bits(mask: np.ndarray, bits: int) -> bytes:
+    return b"P5 %d %d %d\n" % (mask.shape[1], len(mask), 2**bits - 1) + mask.tobytes()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("form", [png_of_bits, tiff_of_bits, pgm_of_bits])
+def test_masks_of_few_bits_keep_their_classes(form: Callable[[np.ndarray, int], bytes], bits: int):
+    mask = (np.arange(64).reshape(8, 8) % 2**bits).astype(np.uint8)
+    found = _open_mask({"bytes": form(mask, bits)}, Decoding(channels=3, size=8))
+    np.testing.assert_array_equal(np.asarray(found), mask)
 
 
 @pytest.mark.parametrize(
