@@ -147,8 +147,11 @@ def _open_mask(source: Any, decoding: Decoding) -> Image.Image:
 def _displayed_size(source: Encoded, decoding: Decoding) -> tuple[int, int]:
     """Return width and height of an image that is turned upright."""
     with open_source(source, decoding) as (_, page):
-        if isinstance(page, Raster):
-            return page.shape[1], page.shape[0]
+        if isinstance(page, Raster):  # whose ``shape`` may be that before it is turned
+            height, width = page.load().shape[:2]
+            return width, height
+        if page.format == "TIFF":
+            page.load()  # which turns it
         return (page.height, page.width) if orientation_of(page) >= _TRANSPOSED else page.size
 
 

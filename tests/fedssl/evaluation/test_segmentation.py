@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from sklearn.metrics import jaccard_score
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
@@ -29,13 +29,14 @@ from fedssl.evaluation.scores import num_test_images, units_of
 from fedssl.evaluation.segmentation import (
     FeatureMap,
     Segmentation,
+    _displayed_size,
     _open_mask,
     _scores,
     class_counts,
     confusion,
     read_masks,
 )
-from tests.fedssl.datasets.made import png, png_chunk, settings_of, tiff
+from tests.fedssl.datasets.made import encoded, png, png_chunk, settings_of, tiff
 
 
 def scene(seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -152,6 +153,39 @@ def test_masks_of_few_bits_keep_their_classes(form: Callable[[np.ndarray, int], 
     mask = (np.arange(64).reshape(8, 8) % 2**bits).astype(np.uint8)
     found = _open_mask({"bytes": form(mask, bits)}, Decoding(channels=3, size=8))
     np.testing.assert_array_equal(np.asarray(found), mask)
+
+
+def turned(form: str, values: np.ndarray, orientation: int) -> bytes:
+    """An image file with an EXIF orientation."""
+    if form == "tifffile":
+        return tiff(values, photometric="rgb", planarconfig="contig", extratags=[(274, "H", 1, orientation, True)])
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    if form != "16-bit PNG":
+        return encoded(Image.fromarray(values.astype(np.uint8)), form, exif=exif)
+    lines = b"".join(b"\0" + line.astype(">u2").tobytes() for line in values)
+    header = struct.pack(">IIBBBBB", values.shape[1], len(values), 16, 2, 0, 0, 0)
+    chunks = {b"IHDR": header, b"eXIf": exif.tobytes().removeprefix(b"Exif\0\0"), b"IDAT": zlib.compress(lines)}
+    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*chunk) for chunk in {**chunks, b"IEND": b""}.items())
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize(
+    ("form", "dtype", "channels"),
+    [
+        ("JPEG", "uint8", 3),
+        ("PNG", "uint8", 3),
+        ("16-bit PNG", "uint16", 3),
+        ("TIFF", "uint8", 3),
+        ("tifffile", "uint8", 3),
+        ("tifffile", "uint16", 3),
+        ("tifffile", "uint8", 5),
+    ],
+)
+def test_masks_have_the_size_of_turned_images(form: str, dtype: str, channels: int, orientation: int):
+    values = np.zeros((4, 6, channels), dtype)
+    size = _displayed_size(turned(form, values, orientation), Decoding(channels=channels, size=4))
+    assert size == ((4, 6) if orientation > 4 else (6, 4))
 
 
 @pytest.mark.parametrize(
