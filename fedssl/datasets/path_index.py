@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fedssl.datasets.decoding import Decoding
+from fedssl.datasets.decoding import Bands, Decoding
 from fedssl.datasets.folder_layout import list_split
 from fedssl.datasets.holdout import NO_LABEL, stratified_holdout
 from fedssl.datasets.image_index import (
@@ -139,9 +139,12 @@ def _index_files(source: Source, query: Query) -> SequenceIndex:
             f"if the images of a folder are a group, or {source.setting} to a CSV file with columns path and "
             f"{query.group}"
         )
-    elif index.shared and index.labels is not None and split_of_word(query.split) in HELD_OUT:
+    found = with_pages(index, index.files, query.pages)
+    has_bands = any(isinstance(image, Bands) for image in found.images[:1])  # whose folders are the images
+    is_held_out = index.shared and index.labels is not None and split_of_word(query.split) in HELD_OUT
+    if query.group is None and is_held_out and not has_bands:
         _warn_of_folders_in_classes(index)
-    return with_pages(index, index.files, query.pages)
+    return found
 
 
 def _warn_of_folders_in_classes(index: SequenceIndex) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from fedssl.config.constraints import check_arguments
 from fedssl.config.literal import user_path
-from fedssl.datasets.decoding import MAX_PIXELS, THREADS, VERSION, Decoding, Encoded, Page, unreadable_reason
+from fedssl.datasets.decoding import MAX_PIXELS, THREADS, VERSION, Bands, Decoding, Encoded, Page, unreadable_reason
 from fedssl.datasets.folder_layout import list_split
 from fedssl.datasets.holdout import NO_LABEL
 from fedssl.datasets.image_index import BATCH, ImageIndex, Place, Query, SequenceIndex, file_line
@@ -280,6 +280,14 @@ def _folder_labels(
         if found.labels is not None:
             of_file |= dict(zip(map(str, found.files), found.labels.tolist(), strict=True))
             classes = found.classes
-    files = (image.file if isinstance(image, Page) else image for image in index.images)
-    labels = (of_file.get(str(file), NO_LABEL) for file in files)
+    if len(classes) == index.count > 1 and isinstance(index.images[0], Bands):
+        return None, ()  # the folder of the bands of an image is no class
+    labels = (of_file.get(str(_first_file(image)), NO_LABEL) for image in index.images)
     return np.fromiter(labels, dtype=np.int64, count=index.count), classes
+
+
+def _first_file(image: Encoded) -> Encoded:
+    """Return the file of an image, or that of its first band."""
+    if isinstance(image, Bands):
+        return image.files[0]
+    return image.file if isinstance(image, Page) else image

@@ -143,6 +143,11 @@ def test_files_of_a_folder_are_channels(scenes, storage, tmp_path, monkeypatch):
         assert made.images[:].numpy()[:, :, 0, 0].tolist() == expected
 
 
+def test_folders_of_bands_are_no_groups_in_classes(scenes, caplog, log_again):
+    assert read(scenes, "channels", split="test", channels=3, test_fraction=0.5).labels.tolist() == [0, 1]
+    assert "dataset.group=folder" not in caplog.text
+
+
 def test_folders_without_the_same_bands_are_refused(scenes):
     message = r"field/S0 has .* in place of dataset.channels=4 bands; .* or set dataset.pages="
     with pytest.raises(InputError, match=message):

@@ -103,6 +103,18 @@ def test_pages_are_named_by_their_numbers(tmp_path: Path) -> None:
     assert values(images) == [7, 8, 7, 8]
 
 
+def test_images_in_bands_have_the_classes_of_folders(tmp_path: Path) -> None:
+    for number in range(4):
+        folder = tmp_path / ("cat", "dog")[number % 2] / f"s{number}"
+        folder.mkdir(parents=True)
+        for band in (1, 2):
+            Image.new("L", (4, 4), 10 * number + band).save(folder / f"B{band}.tif")
+    images = listed(tmp_path, channels=2, pages="channels")
+    assert [images.classes[label] for label in images.labels] == ["cat", "cat", "dog", "dog"]
+    assert values(images) == [1, 21, 11, 31]
+    assert listed(tmp_path / "cat", channels=2, pages="channels").labels is None  # each image would be a class
+
+
 def test_digests_cover_files_and_settings(tmp_path: Path) -> None:
     (tmp_path / "1.png").write_bytes(png(1))
     first = listed(tmp_path).digest()
