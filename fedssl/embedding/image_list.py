@@ -19,7 +19,7 @@ from fedssl.datasets.folder_layout import list_split
 from fedssl.datasets.holdout import NO_LABEL
 from fedssl.datasets.image_index import BATCH, ImageIndex, Place, Query, SequenceIndex, file_line
 from fedssl.datasets.path_index import index_source
-from fedssl.datasets.raster import PIXELS
+from fedssl.datasets.raster import PIXELS, convert
 from fedssl.datasets.sources import ARRAYS, IMAGES, TABLES, Source, find
 from fedssl.datasets.splits import HELD_OUT
 from fedssl.datasets.tables import as_written, schema_of
@@ -55,8 +55,8 @@ class Block(NamedTuple):
     unreadable: dict[int, str]  # reasons by row
 
     def digests(self) -> list[str]:
-        """Return a text for each readable image, equal for equal pixels."""
-        return [checksum(image.tobytes()) for image in self.images]
+        """Return a text for each readable image, equal for equal pixels, also in lists of other dtypes."""
+        return [checksum(convert(image, "float32").tobytes()) for image in self.images]
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,16 @@ def test_images_in_bands_have_the_classes_of_folders(tmp_path: Path) -> None:
     assert listed(tmp_path / "cat", channels=2, pages="channels").labels is None  # each image would be a class
 
 
+@pytest.mark.parametrize("dtype", ["uint16", "float32"])
+def test_copies_in_lists_of_other_dtypes_are_equal(tmp_path: Path, dtype: str) -> None:
+    Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16)).save(tmp_path / "1.png")
+    Image.fromarray(np.arange(1, 257).reshape(16, 16).astype(np.uint8)).save(tmp_path / "2.png")
+    blocks = [next(listed(tmp_path, dtype=name).blocks(2)) for name in ("auto", dtype)]
+    assert [block.images.dtype for block in blocks] == ["uint8", dtype]
+    assert blocks[0].digests() == blocks[1].digests()
+    assert len({*blocks[0].digests()}) == 2
+
+
 def test_digests_cover_files_and_settings(tmp_path: Path) -> None:
     (tmp_path / "1.png").write_bytes(png(1))
     first = listed(tmp_path).digest()
