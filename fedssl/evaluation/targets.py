@@ -1,7 +1,8 @@
 """Targets of images other than one class: several labels, or numbers.
 
 They are in columns of parquet and arrow files, in arrays of NPZ files, or in a CSV file. The first column of a CSV file
-has the images' files, below the folder of the CSV file; if none is there, their names, with or without ending.
+has the images' files, below the folder of the CSV file; if none is there, their names, with or without ending. A row of
+a file with several pages is that of each page without a row of its own (``a.tif[0]``).
 
 A target is a number, and unknown if it is null, blank or NaN. A column with lists has a target for each place of the
 list, or, for labels, for each class: lists of names or class numbers, of any length, or names between bars, of which
@@ -14,7 +15,6 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from torch import Tensor
 
 from fedssl.config.literal import user_path
 from fedssl.csv_file import check_line, read_lines
+from fedssl.datasets.image_index import Place
+from fedssl.datasets.page_index import PageIndex
 from fedssl.errors import InputError, shortened
 from fedssl.evaluation.labeled_images import LabeledImages
 from fedssl.evaluation.protocol import EvaluationInput
@@ -173,7 +175,7 @@ def _read_csv(
     if missing or not others:
         raise InputError(f"{file} has no column {shortened(missing)} after the first; it has {others}")
     table = _by_image(file, [row[0].strip() for row in lines], splits)
-    found = [[table.get(name) for name in _files(split)] for split in splits]
+    found = [[table.get(place.name) for place in _places(split)] for split in splits]
     for split, numbers in zip(("training", "test"), found, strict=True):
         unknown = numbers.count(None)
         if unknown == len(numbers):
@@ -187,21 +189,27 @@ def _read_csv(
 
 
 def _by_image(file: Path, names: Sequence[str], splits: Sequence[LabeledImages]) -> Mapping[str, int]:
-    """Return the row of each image file that a CSV file names: by its path, or else by its name."""
+    """Return the row of each image that a CSV file names: by its path, or else by its name; by its page first."""
     twice = [name for name, number in Counter(names).items() if number > 1]
     if twice:
         raise InputError(f"{file} has several rows of {shortened(twice)}; keep one row per image")
-    paths = [(image, Path(image)) for split in splits for image in _files(split)]
+    places = [place for split in splits for place in _places(split)]
     names = [name if "/" in name else name.replace("\\", "/") for name in names]  # as Windows writes them
     by_path = {os.path.normpath((file.parent / name).absolute()): row for row, name in enumerate(names)}
-    if any(image in by_path for image, _ in paths):
-        return by_path
+    of_path = {place.name: by_path.get(place.name, by_path.get(str(place.file), -1)) for place in places}
+    if max(of_path.values(), default=-1) >= 0:
+        return {image: row for image, row in of_path.items() if row >= 0}
     by_name, by_stem = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
     for row, name in enumerate(names):
         by_name[Path(name).name].append(row)
-        by_stem[Path(name).stem].append(row)
-    found = {image: by_name[path.name] or by_name[path.stem] or by_stem[path.stem] for image, path in paths}
-    counts = Counter(chain.from_iterable(found.values()))
+        if not name.endswith("]"):  # a page is not its file
+            by_stem[Path(name).stem].append(row)
+    found = dict[str, list[int]]()
+    for place in places:
+        path = Path(place.file)
+        of_file = by_name[path.name] or by_name[path.stem] or by_stem[path.stem]
+        found[place.name] = by_name[Path(place.name).name] or of_file
+    counts = Counter(row for row, _ in {(row, place.file) for place in places for row in found[place.name]})
     repeated = {
         names[rows[0]]: None for rows in found.values() if len(rows) > 1 or any(counts[row] > 1 for row in rows)
     }
@@ -212,8 +220,12 @@ def _by_image(file: Path, names: Sequence[str], splits: Sequence[LabeledImages])
     return {image: rows[0] for image, rows in found.items() if rows}
 
 
-def _files(images: LabeledImages) -> list[str]:
+def _places(images: LabeledImages) -> list[Place]:
+    """Return the files of images, with the numbers of their pages."""
     if images.origin is None:
         raise InputError("evaluation.file is for images in files, which the data set has none of")
     index, rows = images.origin
-    return [os.path.normpath(Path(index.image_name(row)).absolute()) for row in rows]
+    places = [index.places(np.array([row]))[0] for row in rows]
+    if not isinstance(index, PageIndex):  # a row of a table is an image of its own
+        places = [Place(place.name) for place in places]
+    return [Place(os.path.normpath(Path(place.file).absolute()), place.part) for place in places]

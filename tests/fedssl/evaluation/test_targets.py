@@ -111,6 +111,26 @@ def test_csv_files_name_images_by_path_or_by_name(tmp_path: Path):
         read_csv(tmp_path, "id,x\nv1.0,1\nc.1,2\nc.2,3\n")
 
 
+def test_all_pages_have_the_row_of_their_file(tmp_path: Path):
+    for name in ("train/a", "train/b", "test/c"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        np.save(tmp_path / name, np.zeros((2, 4, 4, 3), np.uint8))
+    for folders in (("train/", "test/"), ("", "")):  # by path, and by name
+        train, test = folders
+        files = f"file,x\n{train}a.npy,1\n{train}b.npy,2\n{test}c.npy,3\n"
+        result = read_csv(tmp_path, files)
+        assert (result.train[:, 0].tolist(), result.test[:, 0].tolist()) == ([1, 1, 2, 2], [3, 3])
+        result = read_csv(tmp_path, f"{files}{train}b.npy[1],4\n")
+        assert result.train[:, 0].tolist() == [1, 1, 2, 4]
+        result = read_csv(tmp_path, f"file,x\n{train}b.npy[1],4\n{train}a.npy[0],5\n{test}c.npy[1],6\n")
+        np.testing.assert_array_equal(result.train[:, 0], [5, NAN, NAN, 4])
+        np.testing.assert_array_equal(result.test[:, 0], [NAN, 6])
+    (tmp_path / "test/c.npy").rename(tmp_path / "test/a.npy")
+    for name in ("a.npy", "a.npy[0]", "a"):
+        with pytest.raises(InputError, match=r"several images or rows have the names a"):
+            read_csv(tmp_path, f"file,x\n{name},1\n")
+
+
 @pytest.mark.parametrize("none", ["", '""'])
 def test_blank_cells_mean_no_label_in_every_csv_file(tmp_path: Path, none: str):
     names = [f"{folder}/{name}.png" for folder in ("train", "test") for name in "abc"]
