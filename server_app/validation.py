@@ -54,8 +54,9 @@ class UpdateValidator:
         # affected by the rounding of the download, and neither is its cosine.
         start = {layer: expected.layers[layer] for layer in downloaded if layer in expected.layers}
         update = read_update(reply, client, sent_to=node, codec=self.codec, start=start)
-        check_state_round(update, saved_round)
-        return update, self.check(update, round=round, expected=expected, arrays=arrays)
+        cosines = self.check(update, round=round, expected=expected, arrays=arrays)
+        check_state_rounds(update, round=round, saved_round=saved_round)
+        return update, cosines
 
     def check(
         self, update: ClientUpdate, *, round: int, expected: GlobalLayers, arrays: GlobalLayers = NO_ARRAYS
@@ -130,7 +131,13 @@ def _read_errors_as_invalid_update() -> Iterator[None]:
         raise InvalidUpdate(f"the update cannot be read ({type(error).__name__}: {error})") from error
 
 
-def check_state_round(update: ClientUpdate, saved_round: int) -> None:
-    """Raise `InvalidUpdate` if the client has lost the state that it saved after ``saved_round``."""
-    if update.state_rounds[0] < saved_round:
+def check_state_rounds(update: ClientUpdate, *, round: int, saved_round: int) -> None:
+    """Raise `InvalidUpdate` if no client has such states in ``round``, or if it has lost that of ``saved_round``.
+
+    A client loads a state of an earlier round, or none. It saves one after ``round``, or keeps what it loaded.
+    """
+    loaded, saved = update.state_rounds
+    if loaded < saved_round:
         raise InvalidUpdate(f"it has lost the state that it saved in round {saved_round}")
+    if loaded >= round or saved not in (loaded, round):
+        raise InvalidUpdate(f"it loaded a state of round {loaded} and has one of round {saved} after round {round}")

@@ -33,7 +33,7 @@ from server_app.client_models import MappedValues
 from server_app.messaging import ClientMessenger
 from server_app.plans import PlanBuilder
 from server_app.run_folder import PERSONALIZED_FILE
-from server_app.validation import InvalidUpdate, check_state_round, read_model_index, read_update
+from server_app.validation import InvalidUpdate, check_state_rounds, read_model_index, read_update
 from strategies.types import ServerState
 
 PARTICIPANTS, UNSEEN, UNSEEN_ADAPTED = "participants", "unseen clients", "adapted unseen clients"
@@ -119,7 +119,7 @@ def request_personalized_encoders(
                 raise InvalidUpdate(reply.error.reason)
             names = candidates[client]
             update = read_update(reply, client, sent_to=federation.nodes[client])
-            check_state_round(update, state.state_rounds.get(update.partition_id, 0))
+            check_state_rounds(update, round=state.round + 1, saved_round=state.state_rounds.get(client, 0))
             yield client, names[read_model_index(reply, num_models=len(names))], update.layers
         except InvalidUpdate as reason:
             log.warning("client %d returned no encoder: %s", client, reason)
