@@ -125,7 +125,8 @@ def successive_halving(
     """Yield the jobs of each rung; resume the iteration after they have run. Prune the others.
 
     Jobs that differ only in the seed form a group, which continues or is pruned as a whole, by the mean of its results.
-    Only jobs that are ``waiting`` run. One that fails, or that ``early_stopping`` finishes, keeps its status.
+    A group without a result is pruned. Only jobs that are ``waiting`` run. One that fails, or that ``early_stopping``
+    finishes, keeps its status.
     """
     groups = group_jobs(jobs)
     alive = list(range(len(groups)))
@@ -139,12 +140,16 @@ def successive_halving(
         runnable -= {job for job in due if read_run(job.folder).state in ("failed", "finished")}
         results = _mean_results({group: groups[group] for group in alive}, pruning.metric, rung)
         order = sorted(results, key=lambda group: (-results[group].goodness, group))
+        without = [group for group in alive if group not in results]
         alive = sorted(order[: max(len(order) // pruning.reduction_factor, 1)])
-        for rank, group in enumerate(order[len(alive) :], start=len(alive) + 1):
-            result = f"{pruning.metric} {results[group].text}"
-            reason = f"pruned after round {rung}: {result} has rank {rank} of {len(order)}, and {len(alive)} continue"
+        reasons = {
+            group: f"{pruning.metric} {results[group].text} has rank {rank} of {len(order)}, and {len(alive)} continue"
+            for rank, group in enumerate(order[len(alive) :], start=len(alive) + 1)
+        }
+        for group, text in {**reasons, **dict.fromkeys(without, f"it has no finite {pruning.metric}")}.items():
+            reason = f"pruned after round {rung}: {text}"
             for job in groups[group]:
-                if job in runnable:
+                if job in runnable and (group in results or _has_reached(job, rung)):
                     write_status(job, PRUNED, reason=reason)
                     progress.prune(job.folder, reason)
     due = [job for group in alive for job in groups[group] if job in runnable]

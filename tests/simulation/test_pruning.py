@@ -50,13 +50,14 @@ def make_jobs(folder, number, seeds=(0,)):
 
 
 def train(job, until, *, result, rounds, unit=ACCURACY):
-    """Write the files of a run until a round; ``result`` maps job and round to the result."""
+    """Write the files of a run until a round; ``result`` maps job and round to the result, None if there is none."""
     job.folder.mkdir(exist_ok=True)
     last = until or rounds
     lines = []
     for round in range(1, last + 1):
-        line = {"round": round, "evaluation": {"knn": result(job, round)}, "units": {"knn": unit}}
-        lines.append(json.dumps(line))
+        value = result(job, round)
+        evaluation = {} if value is None else {"evaluation": {"knn": value}, "units": {"knn": unit}}
+        lines.append(json.dumps({"round": round, **evaluation}))
     (job.folder / "metrics.jsonl").write_text("\n".join([*lines, ""]))
     summary = {"status": "paused" if until else "finished", "reason": None, "overrides": [*job.overrides]}
     summary |= {"rounds": last, "final": {"federated": {"knn": result(job, last)}}}
@@ -139,6 +140,25 @@ class TestSuccessiveHalving:
         assert statuses(jobs) == {"0": "pruned", "1": "pruned", "2": "finished", "3": "failed"}
         reason = read_run(jobs[0].folder).failure_reason
         assert reason == "pruned after round 1: knn 50.0% has rank 2 of 2, and 1 continue"
+
+    @pytest.mark.parametrize("without", [{"1", "3"}, {"0", "1", "2", "3", "4", "5"}])
+    def test_groups_without_a_finite_result_are_pruned(self, tmp_path, without):
+        """Job 3 fails. Job 5 does not reach the rung, so that a resumed sweep runs it again."""
+        jobs = make_jobs(tmp_path, 6)
+        pruning = Pruning(metric="knn", reduction_factor=2, rungs=[2], rounds=3)
+        write_run(jobs[3].folder, [], status="failed")
+
+        def result(job, round):  # of a method or protocol without the metric
+            return None if job.folder.name in without else int(job.folder.name)
+
+        for _ in range(2):
+            waiting = [job for job in jobs if read_run(job.folder).state not in ("finished", "failed")]
+            for batch in successive_halving(jobs, waiting, pruning, SweepProgress([])):
+                for job in batch.jobs:
+                    train(job, 1 if job.folder.name == "5" else batch.until, result=result, rounds=3)
+            expected = dict.fromkeys("0124", "pruned") | {"3": "failed", "5": "paused"}
+            assert statuses(jobs) == expected | ({} if "4" in without else {"4": "finished"})
+            assert read_run(jobs[1].folder).failure_reason == "pruned after round 2: it has no finite knn"
 
     def test_jobs_that_have_ended_keep_their_status(self, tmp_path):
         """Seeds of three groups: early stopping finishes jobs 0 and 5 in round 1, and job 3 fails."""
