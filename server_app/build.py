@@ -33,7 +33,7 @@ from server_app.devices import adapt_to_edge_clients, log_devices, trains_all_cl
 from server_app.evaluator import Evaluator
 from server_app.exchanges.base import Exchange
 from server_app.exchanges.secure import SecureExchange, with_largest_weight
-from server_app.exchanges.virtual_time import VirtualTimeExchange, make_virtual_time
+from server_app.exchanges.virtual_time import VirtualTimeExchange, make_virtual_time, warn_of_wall_clock_deadline
 from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.federation import Federation, no_flops, raise_no_server_images
 from server_app.initial_weights import (
@@ -234,6 +234,8 @@ def make_client_data(settings: Settings, method: SSLMethod, image_data: ImageDat
 def exchange_maker(context: RunContext, costs: TrainingCostMeter | None) -> Callable[[Grid, ActivityHook], Exchange]:
     """Return the function that makes the exchange of the run."""
     settings, virtual = context.settings, make_virtual_time(context)
+    if virtual is None and not context.is_deployment:
+        warn_of_wall_clock_deadline(settings)
 
     def make(grid: Grid, on_activity: ActivityHook) -> Exchange:
         if secure := SecureExchange.of(grid, settings, on_activity=on_activity):

@@ -171,7 +171,7 @@ def compose_cost(
         seconds=build + sum(round_seconds) + end + on_ray * RAY_OVERHEAD_SECONDS,
         server_memory=measured.server_memory,
         worker_memory=measured.worker_memory if on_ray else 0,
-        notes=count_notes(components, engine=engine.engine),
+        notes=count_notes(components),
     )
 
 

@@ -57,14 +57,12 @@ def count_batches(components: RunComponents, num_images: int) -> int:
     return number_of_batches(num_images, batch_size, min_batch_size=smallest)
 
 
-def count_notes(components: RunComponents, *, engine: str) -> list[str]:
-    """Return which counts are not those of the run on this engine, and why."""
+def count_notes(components: RunComponents) -> list[str]:
+    """Return which counts are not those of the run, and why."""
     federation, choices, notes = components.federation, components.settings.recording.choices, []
     if federation.strategy.server.exchanges_parts:
         name = choices.get("strategy")
         notes.append(f"bytes are those of whole models: strategy={name} sends fewer layers, selected by weights")
-    if federation.policy.extra and engine != "local" and choices.get("client_speed") == "none":
-        notes.append(f"steps and bytes are those of the first clients: engine={engine} uses those that reply first")
     return notes
 
 

@@ -15,8 +15,8 @@ class AggregationSettings:
     round_deadline: float | None = None
     # Whether a round ends with ``min_updates``, and later rounds use stale updates with smaller weights (FedBuff).
     buffered: bool = False
-    # Spread of the virtual delays of simulated clients with ``buffered`` and without a ``client_speed``, see
-    # `sample_delay`; 0: all clients are equally fast.
+    # Spread of the virtual delays of simulated clients with ``buffered`` or ``over_selection`` and without a
+    # ``client_speed``, see `sample_delay`; 0: all clients are equally fast.
     delay_sigma: float = 1.0
     # Largest ratio of an update's norm to the median norm of the round, at least 1; None disables the filter. The
     # filter holds all updates of a round in memory.

@@ -74,7 +74,7 @@ def make_virtual_time(context: RunContext) -> VirtualTime | None:
     """Return the model of virtual time, None for wall-clock time."""
     settings, seed = context.settings, context.settings.seed
     speed, buffered = _speed(settings), settings.aggregation.buffered
-    if context.is_deployment or (speed is None and not buffered):
+    if context.is_deployment or (speed is None and not _uses_first_replies(settings)):
         return None
 
     def client_time(work: Workload) -> float:
@@ -89,6 +89,28 @@ def make_virtual_time(context: RunContext) -> VirtualTime | None:
         is_in_seconds=speed is not None,
         keeps_late=buffered,
     )
+
+
+def _uses_first_replies(settings: Settings) -> str:
+    """Return the setting by which a round uses the first replies; empty if there is none.
+
+    Simulated clients run in the order of their ids, so without delays the same ones would always be first.
+    """
+    aggregation = settings.aggregation
+    if aggregation.over_selection:
+        return f"aggregation.over_selection={aggregation.over_selection}"
+    return "aggregation.buffered=true" if aggregation.buffered else ""
+
+
+def warn_of_wall_clock_deadline(settings: Settings) -> None:
+    """Warn that a deadline in wall-clock time always ends the rounds of a simulation without the same clients."""
+    if settings.aggregation.round_deadline is not None:
+        log.warning(
+            "aggregation.round_deadline=%g is in wall-clock seconds, and simulated clients run in the order of their "
+            "ids: if a round takes longer, those with the highest ids never count; set "
+            "aggregation.round_deadline=null, or client_speed=lognormal for a deadline in virtual time",
+            settings.aggregation.round_deadline,
+        )
 
 
 def _speed(settings: Settings) -> ClientSpeed | None:
@@ -122,11 +144,11 @@ def time_fits_the_clients(parts: RunParts) -> Problem:
         )
     if not isinstance(_availability(settings), Always):
         return f"{choices['availability']} needs virtual time; set client_speed=lognormal, or availability=always"
-    if aggregation.buffered and aggregation.round_deadline is not None:
+    if aggregation.round_deadline is not None and (setting := _uses_first_replies(settings)):
         return (
-            f"aggregation.round_deadline={aggregation.round_deadline:g} is in seconds of devices, but with "
-            "aggregation.buffered=true simulated clients have virtual delays without unit; set client_speed=lognormal, "
-            "or set aggregation.round_deadline=null"
+            f"aggregation.round_deadline={aggregation.round_deadline:g} is in seconds of devices, but with {setting} "
+            "simulated clients have virtual delays without unit; set client_speed=lognormal, or set "
+            "aggregation.round_deadline=null"
         )
     return None
 

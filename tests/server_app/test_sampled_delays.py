@@ -1,4 +1,4 @@
-"""Buffered aggregation (FedBuff) in simulations: virtual delays decide which updates a round uses."""
+"""Simulations that use the first replies, of buffered (FedBuff) or over-selected clients: virtual delays decide."""
 
 from pathlib import Path
 
@@ -10,13 +10,15 @@ from fedssl.errors import InputError
 from fedssl.seeding import numpy_generator
 from server_app.exchanges.virtual_time import sample_delay
 from simulation.run import run
+from tests.federation import Federation
 from tests.resuming import repeat_from
 from tests.runs import model_bits, read_lines
 
 OVERRIDES = ["num_clients=6", "clients_per_round=4", "rounds=6", "local_epochs=1", "dataset.limit=90"]
 OVERRIDES += ["encoder.width=2"]
 OVERRIDES += ["threads=1", "evaluation=none", "final_evaluation=none", "measure_resources=false", "partition=iid"]
-OVERRIDES += ["aggregation.buffered=true", "aggregation.min_updates=2", "strategy=fedavg", "batch_size=8", "seed=3"]
+OVERRIDES += ["strategy=fedavg", "batch_size=8", "seed=3"]
+BUFFERED = [*OVERRIDES, "aggregation.buffered=true", "aggregation.min_updates=2"]
 
 
 def delay(client: int, round: int, *, sigma: float, seed: int) -> float:
@@ -31,7 +33,7 @@ def participations(folder: Path) -> list[tuple[int, int, int]]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("buffered") / "run"
-    run([*OVERRIDES, "engine=local", "keep_checkpoints=9", f"output_dir={folder}"])
+    run([*BUFFERED, "engine=local", "keep_checkpoints=9", f"output_dir={folder}"])
     return folder
 
 
@@ -71,11 +73,42 @@ def test_a_resumed_run_has_equal_bits_and_messages(folder: Path) -> None:
 
 @pytest.mark.heavy
 def test_ray_gives_the_same_bits(folder: Path, tmp_path: Path) -> None:
-    run([*OVERRIDES, "engine=ray", f"output_dir={tmp_path / 'run'}"])
+    run([*BUFFERED, "engine=ray", f"output_dir={tmp_path / 'run'}"])
     assert model_bits(tmp_path / "run") == model_bits(folder)
 
 
-def test_a_deadline_is_rejected(tmp_path: Path) -> None:
-    message = "round_deadline=5 is in seconds of devices, .* set aggregation.round_deadline=null"
+def test_over_selection_uses_the_clients_with_the_shortest_delays(tmp_path: Path) -> None:
+    """The clients 4 and 5 are among them, although simulated clients run in the order of their ids."""
+    folder, expected = tmp_path / "run", []
+    overrides = ["clients_per_round=2", "aggregation.over_selection=2", "rounds=12", "engine=local"]
+    run([*OVERRIDES, *overrides, f"output_dir={folder}"])
+    for round in range(1, 13):
+        sampled = numpy_generator(3, "clients", round).choice(6, size=4, replace=False)
+        arrivals = sorted((delay(int(client), round, sigma=1.0, seed=3), int(client)) for client in sampled)
+        expected += [(round, client, 0) for _, client in arrivals[:2]]
+    assert sorted(participations(folder)) == sorted(expected)
+    assert {client for _, client, _ in expected} == {0, 1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "setting"),
+    [
+        (["aggregation.buffered=true"], "aggregation.buffered=true"),
+        (["clients_per_round=3", "aggregation.over_selection=1"], "aggregation.over_selection=1"),
+    ],
+)
+def test_a_deadline_is_rejected(tmp_path: Path, overrides: list[str], setting: str) -> None:
+    message = f"round_deadline=5 is in seconds of devices, but with {setting} .* set aggregation.round_deadline=null"
     with pytest.raises(InputError, match=message):
-        run([*OVERRIDES, "aggregation.round_deadline=5", f"output_dir={tmp_path / 'run'}"])
+        run([*OVERRIDES, *overrides, "aggregation.round_deadline=5", f"output_dir={tmp_path / 'run'}"])
+
+
+def test_a_wall_clock_deadline_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    deadline = ["aggregation.round_deadline=500", "measure_resources=true"]
+    Federation(tmp_path, *deadline)
+    message = "aggregation.round_deadline=500 is in wall-clock seconds, and simulated clients run in the order of"
+    assert caplog.text.count(message) == 1
+    caplog.clear()
+    Federation(tmp_path, *deadline, "client_speed=lognormal")
+    Federation(tmp_path)
+    assert not caplog.text

@@ -60,6 +60,7 @@ def planned(tmp_path, monkeypatch):
         ["strategy.weighting=examples", "dataset.limit=300", "rounds=11", "checkpoint_every=3"],  # longer numbers
         BUFFERED,
         pytest.param([*BUFFERED, *LOSSES, "method=byol"], marks=pytest.mark.heavy),
+        EXTRA,
         [*EXTRA, *VIRTUAL],
         pytest.param([*EXTRA, *ADAPTER, "num_clients=9"], marks=pytest.mark.heavy),  # a lost client receives the base
         pytest.param([*EXTRA, "strategy=local_only", "rounds=2"], marks=pytest.mark.heavy),
@@ -101,19 +102,10 @@ def test_bytes_of_parts_are_those_of_whole_models(planned, tmp_path):
     assert planned_bytes[:2] == sent[:2]
     assert sum(planned_bytes) > sum(sent)
     components = build([*QUICK, "strategy=euc"], tmp_path)
-    assert count_notes(components, engine="local") == [
+    assert count_notes(components) == [
         "bytes are those of whole models: strategy=euc sends fewer layers, selected by weights"
     ]
-    assert not count_notes(build([*QUICK, "strategy=euc", "strategy.interval=1"], tmp_path), engine="local")
-
-
-def test_ray_has_other_first_replies(tmp_path):
-    components = build([*QUICK, *EXTRA], tmp_path)
-    assert not count_notes(components, engine="local")
-    assert not count_notes(build([*QUICK, *EXTRA, *VIRTUAL], tmp_path), engine="ray")
-    assert count_notes(components, engine="ray") == [
-        "steps and bytes are those of the first clients: engine=ray uses those that reply first"
-    ]
+    assert not count_notes(build([*QUICK, "strategy=euc", "strategy.interval=1"], tmp_path))
 
 
 def test_a_run_that_would_end_is_refused(tmp_path):
