@@ -97,7 +97,24 @@ def request_personalized_encoders(
     clients: Sequence[int],
     request: PersonalizedModelRequest,
 ) -> Iterator[tuple[int, str, Layers]]:
-    """Yield encoders as they arrive, each with its client and the name of the model that it was derived from."""
+    """Yield encoders as they arrive, each with its client and the name of the model that it was derived from.
+
+    If each client has a model, as many of them are in memory as in a round, see `server_app.update_memory`.
+    """
+    federation = components.federation
+    batch_size = federation.clients_per_round if federation.strategy.server.models_per_client else len(clients) or 1
+    for start in range(0, len(clients), batch_size):
+        # Another generator, whose plans and messages are freed before the next ones are built.
+        yield from _request_batch(messenger, components, state, clients[start : start + batch_size], request)
+
+
+def _request_batch(
+    messenger: ClientMessenger,
+    components: RunComponents,
+    state: ServerState,
+    clients: Sequence[int],
+    request: PersonalizedModelRequest,
+) -> Iterator[tuple[int, str, Layers]]:
     # Unseen clients train with the optimizer's base learning rate, and the server does not calibrate again.
     context = replace(components.context, lr_factor=lambda round: 1.0)
     federation = replace(components.federation.without_training(), context=context)

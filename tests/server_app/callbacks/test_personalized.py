@@ -1,6 +1,7 @@
 """What clients would use themselves: who shows what, and what it is worth."""
 
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from fedssl.errors import InputError
 from fedssl.export import load_encoder
 from fedssl.seeding import derive_seed
 from fedssl.wire.messages import PersonalizedModelRequest
+from server_app.callbacks import personalized
 from server_app.callbacks.personalized import (
     PARTICIPANTS,
     UNSEEN,
@@ -19,6 +21,7 @@ from server_app.callbacks.personalized import (
     request_personalized_encoders,
 )
 from server_app.messaging import ClientMessenger
+from server_app.plans import PlanBuilder
 from simulation.run import run
 from strategies import cluster_assignment
 from strategies.fedbn import batch_norm_names
@@ -132,6 +135,30 @@ def test_a_newcomer_adapts_as_clients_train(tmp_path, monkeypatch):
         derive_seed(*path, 3),
     ]
     assert starts == [(seed, True) for seed in expected]
+
+
+@pytest.mark.parametrize(("strategy", "expected"), [("local_only", [2, 2, 1]), ("fedavg", [5])])
+def test_models_of_single_clients_are_requested_in_batches(tmp_path, monkeypatch, strategy, expected):
+    """Those of a batch are freed before the next one. The encoders are those of clients that are asked one by one."""
+    federation = Federation(tmp_path, f"strategy={strategy}", "num_clients=5", "clients_per_round=2", *JUDGED)
+    federation.run(2)
+    single = {client: encoders(federation, [client])[client] for client in range(5)}
+    sizes, built = [], []
+
+    class Recorded(PlanBuilder):
+        def __init__(self, *args, candidates, **options):
+            assert all(earlier() is None for earlier in built)
+            sizes.append(len(candidates))
+            built.append(weakref.ref(self))
+            super().__init__(*args, candidates=candidates, **options)
+
+    monkeypatch.setattr(personalized, "PlanBuilder", Recorded)
+    found = encoders(federation, range(5))
+    assert sizes == expected
+    assert list(found) == list(range(5))
+    for client, (name, layers) in found.items():
+        assert name == single[client][0]
+        assert equal(layers, single[client][1])
 
 
 def test_in_the_run_folder(tmp_path):
