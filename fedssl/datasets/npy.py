@@ -1,7 +1,6 @@
 """Arrays of NumPy: one image, or a stack of images."""
 
 import io
-import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from PIL import Image
 from fedssl.config.constraint_table import MAX_CHANNELS
 from fedssl.datasets.pages import Pages, check_shape, max_file_bytes
 from fedssl.datasets.raster import Raster, percentiles_of
-from fedssl.logs import log_once
 
 
 class ArrayPages(Pages):
@@ -26,8 +24,6 @@ class ArrayPages(Pages):
         if self._dtype.hasobject or self._dtype.kind not in "biuf":
             raise ValueError(f"it is an array of {self._dtype}, and numbers are needed")
         self._channel_axis = channel_axis(self._shape, channels)
-        if self._channel_axis is None and min(self._shape) <= MAX_CHANNELS and len(self._shape) == 3:
-            log_once(logging.INFO, "arrays of three axes are stacks of gray images; of bands, set dataset.channels")
         images = _as_images(np.broadcast_to(np.zeros((), self._dtype), self._shape), self._channel_axis)
         self._count: int
         self._count, height, width, depth = images.shape
@@ -108,8 +104,9 @@ def channel_axis(shape: tuple[int, ...], channels: int) -> int | None:
 
     An array is ``(height, width)``, with an axis of channels at either end, or one of images before all others. The
     axis of channels is the last or else the first of the data set's ``channels``, of 1 or 3, or of up to
-    `MAX_CHANNELS`. For gray and color, other arrays of three axes are a stack, such as ``(24, 128, 128)``, unless the
-    last has at most `MAX_CHANNELS` and half of the second, as in ``(240, 320, 4)``: these are bands.
+    `MAX_CHANNELS`. For gray and color, other arrays of three axes are a stack, such as ``(155, 240, 240)``, unless the
+    last has at most `MAX_CHANNELS` and half of the second, as in ``(240, 320, 4)``: these are bands. For color, those
+    whose first axis has at most `MAX_CHANNELS` may be either, and are a `ValueError`.
     """
     if len(shape) == 2:
         return None
@@ -117,6 +114,11 @@ def channel_axis(shape: tuple[int, ...], channels: int) -> int | None:
         raise ValueError(f"its shape is {shape}, and (height, width) is needed, with or without channels")
     height, width = shape[-2:]
     is_stack = channels in (1, 3) and len(shape) == 3 and (width > MAX_CHANNELS or 2 * width > height)
+    if is_stack and channels == 3 and shape[0] <= MAX_CHANNELS and not {1, 3} & {shape[0], width}:
+        raise ValueError(
+            f"its shape is {shape}; for {shape[0]} gray images save array[..., None], for an image of {shape[0]} "
+            f"channels set dataset.channels={shape[0]}"
+        )
     further = () if is_stack else range(1, MAX_CHANNELS + 1)
     for allowed in ((channels,), (1, 3) if channels in (1, 3) else (), further):
         for axis in (-1, -3):

@@ -1,6 +1,7 @@
 """Arrays of NumPy as images: their axes, and damaged files."""
 
 import io
+import re
 
 import numpy as np
 import pytest
@@ -32,7 +33,10 @@ def npy(array: np.ndarray, **options: object) -> bytes:
         ((100, 28, 28), 3, (100, 28, 28, 1)),
         ((100, 28, 28), 28, (1, 100, 28, 28)),
         ((28, 28, 28), 1, (28, 28, 28, 1)),
-        ((24, 80, 80), 3, (24, 80, 80, 1)),  # bands are neither gray nor color
+        ((24, 80, 80), 1, (24, 80, 80, 1)),  # bands are not gray
+        ((24, 80, 80, 1), 3, (24, 80, 80, 1)),
+        ((24, 80, 3), 3, (1, 24, 80, 3)),
+        ((3, 80, 80), 3, (1, 80, 80, 3)),
         ((500, 40, 48), 1, (500, 40, 48, 1)),
         ((24, 200, 80), 1, (24, 200, 80, 1)),
         ((64, 64, 13), 3, (1, 64, 64, 13)),  # the last axis is too short for an image
@@ -60,9 +64,9 @@ def test_values_are_those_of_the_file(order):
     assert np.array_equal(Decoding(channels=13, size=4)(npy(values.astype(">u2"))), values.transpose(2, 0, 1))
 
 
-def test_a_stack_that_may_be_bands_is_logged(log_again, caplog):
-    assert Decoding(channels=3, size=8)(npy(np.zeros((13, 16, 16), np.uint8))).shape == (3, 8, 8)
-    assert "arrays of three axes are stacks of gray images; of bands, set dataset.channels" in caplog.text
+def test_a_stack_that_may_be_bands_is_refused():
+    with pytest.raises(ValueError, match=re.escape("for 13 gray images save array[..., None], for an image of 13")):
+        as_images(np.zeros((13, 80, 80), np.uint8), 3)
 
 
 def test_pages_of_a_stack(tmp_path):
