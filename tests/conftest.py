@@ -21,6 +21,7 @@ hypothesis.settings.load_profile("busy")  # a busy machine fails no test
 
 RENDERED = ("fedssl/plots", "fedssl/report/test_html_page", "fedssl/report/test_cli.py", "examples/test_theory.py")
 RENDERED += ("fedssl/runs/test_snapshots.py", "strategies/test_gossip.py", "strategies/test_topology.py")
+RENDERED += ("server_app/callbacks/test_evaluation.py",)
 """Tests of figures. In all others a run draws no figures, which takes half the time of a small run."""
 
 

@@ -31,6 +31,16 @@ def read_jsonl(file: Path, *, required: Collection[str] = ()) -> list[dict[str, 
     return lines
 
 
+def participants(folder: Path) -> set[int]:
+    """Return the clients that have a line in ``clients.jsonl``, which may be larger than the memory."""
+    file = folder / "clients.jsonl"
+    if not file.exists():
+        return set()
+    with open_regular_file(file) as stream:
+        lines = enumerate(stream, start=1)
+        return {_line(file, number, line.decode(errors="replace"), ("client",))["client"] for number, line in lines}
+
+
 def missing_rounds(folder: Path, *, rounds: int | None) -> list[int]:
     """Return the rounds without a line in ``metrics.jsonl`` of a run that has completed ``rounds``; None: unknown."""
     present = {line["round"] for line in read_jsonl(folder / "metrics.jsonl")}

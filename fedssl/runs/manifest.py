@@ -10,17 +10,14 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fedssl.atomic_files import append_text, atomic_write, remove, round_file, saved_rounds, write_text
+from fedssl.atomic_files import append_text, remove, round_file, saved_rounds, write_text
 from fedssl.digests import checksum, new_checksum
-from fedssl.safe_io import (
-    MAX_LINES_BYTES,
-    MAX_TENSORS_BYTES,
-    corrupt_file_error,
-    open_regular_file,
-    read_bytes,
-    read_text,
-)
+from fedssl.safe_io import MAX_LINES_BYTES, MAX_TENSORS_BYTES, corrupt_file_error, open_regular_file, read_text
+
+if TYPE_CHECKING:
+    import xxhash
 
 JSONL_FILES = ("metrics.jsonl", "clients.jsonl", "health.jsonl")
 CLIENT_STATES = "clients"  # folder with one folder per client (see `client_folder`), which may have subfolders
@@ -100,12 +97,17 @@ def read_manifest(file: Path) -> Manifest:
 
 def digest_of(file: Path, size: int | None = None) -> str:
     """Return the digest of the first ``size`` bytes of a file; None: of all."""
-    digest, left = new_checksum(), MAX_TENSORS_BYTES if size is None else size
+    return _checksum_of(file, MAX_TENSORS_BYTES if size is None else size).hexdigest()
+
+
+def _checksum_of(file: Path, size: int) -> "xxhash.xxh3_64":
+    """Return the checksum of the first ``size`` bytes of a file, to be continued."""
+    digest, left = new_checksum(), size
     with open_regular_file(file) as stream:
         while left and (chunk := stream.read(min(left, _CHUNK_BYTES))):
             digest.update(chunk)
             left -= len(chunk)
-    return digest.hexdigest()
+    return digest
 
 
 def file_part(folder: Path, file: Path) -> Part:
@@ -195,13 +197,12 @@ class LineFile:
     def restore(self, size: int, *, round: int) -> None:
         """Keep the first ``size`` bytes, which are intact and end with the lines of ``round``."""
         try:
-            content = read_bytes(self.file, max_bytes=MAX_LINES_BYTES)[:size] if size else b""
+            self._size, self._digest = size, _checksum_of(self.file, size) if size else new_checksum()
+            if size:
+                os.truncate(self.file, size)
+            else:
+                remove(self.file)
         except OSError as error:
             raise corrupt_file_error(self.file, str(error.strerror)) from error
-        if size:
-            atomic_write(self.file, lambda stream: stream.write(content))
-        else:
-            remove(self.file)
-        self._size, self._digest = size, new_checksum(content)
         self._after.clear()
         self.end_round(round)

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+from fedssl.errors import InputError
 from fedssl.evaluation.scores import mean_over_models, to_flat_dict, units_of
+from fedssl.logs import log
 from fedssl.methods.base import SSLMethod, build_method
 from fedssl.plots.partition import save_partition_plot
 from fedssl.plots.registry import write_final_plots
@@ -59,7 +61,10 @@ class Results(Callback):
             end.final = {"untrained": baselines["untrained"], "federated": federated, "pixels": baselines["pixels"]}
             end.models = results
         draw_partition(self._folder, components.client_data)
-        write_final_plots(self._folder)
+        try:
+            write_final_plots(self._folder)
+        except InputError as error:  # the run is complete without figures
+            log.warning("no figures, or not all: %s", error)
 
 
 def draw_partition(folder: Path, client_data: ClientData | None) -> None:

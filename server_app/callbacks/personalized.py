@@ -23,7 +23,7 @@ from fedssl.evaluation.sampling import sample_label_matched
 from fedssl.evaluation.scores import Score, format_table, mean_over_models, num_test_images, to_flat_dict
 from fedssl.logs import log
 from fedssl.model_arrays import load_layers
-from fedssl.runs.jsonl import read_jsonl
+from fedssl.runs.jsonl import participants
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
 from fedssl.wire.messages import PersonalizedModelRequest
@@ -180,7 +180,7 @@ class Personalized(Callback):
         if end.status != "finished":
             return
         components = self._components
-        trained = {line["client"] for line in read_jsonl(self._folder / "clients.jsonl", required=("client",))}
+        trained = participants(self._folder)
         with set_active_stages(components.method, depth=components.context.phases[-1].depth):
             results = evaluate_personalized(
                 self._messenger,
