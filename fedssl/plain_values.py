@@ -74,6 +74,20 @@ def flatten(node: Mapping[Any, Any], prefix: str = "", *, inner: bool = False) -
             yield name, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
+def whole_numbers(value: Any) -> Any:
+    """Return a value with each float that is a whole number as an integer, because 1.0 equals 1."""
+    if isinstance(value, Mapping):
+        return {key: whole_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [whole_numbers(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def as_text(value: Any) -> str:
+    """Return a setting as printable text, which is the same for 1 and 1.0."""
+    return sanitize(whole_numbers(value))
+
+
 def diff(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the keys whose values differ between two configs, with both values."""
     old, new = dict(flatten(left)), dict(flatten(right))

@@ -18,9 +18,8 @@ from typing import Any
 
 from fedssl.config.compose import resolve_config
 from fedssl.config.overrides import did_you_mean
-from fedssl.errors import InputError, sanitize
+from fedssl.errors import InputError
 from fedssl.evaluation.scores import ACCURACY, Score
-from fedssl.plain_values import flatten
 from fedssl.runs.groups import IGNORED, group_runs, is_ignored, newest_of_each_seed, same_value
 from fedssl.runs.run import Run, flatten_settings
 from fedssl.safe_io import read_yaml
@@ -180,7 +179,7 @@ def _groups(
     if not runs:
         return
     config, choices = resolve_config([f"{key}={value}" for key, value in {**settings, **others}.items()])
-    values = {key: sanitize(value) for key, value in flatten(config)}
+    values = flatten_settings(config)
     choices = {group: name for group, name in choices.items() if group not in (*IGNORED_KEYS, "final_evaluation")}
     runs = [run for run in runs if all(run.choices.get(group) == name for group, name in choices.items())]
     for group in group_runs(runs, lambda run: _differing_settings(run.settings or {}, values)):

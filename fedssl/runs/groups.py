@@ -10,7 +10,7 @@ from fedssl.config.compose import RESULT_KEYS, RESUMABLE_KEYS
 from fedssl.config.statistics_settings import FEDERATED
 from fedssl.errors import sanitize
 from fedssl.logs import log_once
-from fedssl.plain_values import flatten
+from fedssl.plain_values import flatten, whole_numbers
 from fedssl.runs.run import Run
 from fedssl.runs.same_images import IMAGES_KEY, images_by_run
 
@@ -86,8 +86,8 @@ def compared_settings(
     """Return a function that maps a run to the settings by which it is compared with these runs.
 
     These are ``always``, all settings that an override of any run sets, and those in which runs with the same of these
-    differ: their files of settings differ. A default value equals the same value set by an override, and a path of
-    images any other one of the same images.
+    differ: their files of settings differ. A default value equals the same value set by an override, 1.0 equals 1, and
+    a path of images any other one of the same images.
     """
     images = images_by_run(runs, _without_images)
 
@@ -130,7 +130,8 @@ def _without_images(run: Run) -> frozenset[tuple[str, str]]:
 
 def _all_settings(run: Run, ignored: Set[str], images: Mapping[Path, str]) -> dict[str, str]:
     ignored = {*ignored, *run.measured_keys}
-    values = {key: repr(value) for key, value in flatten(run.settings or {}) if not is_ignored(key, ignored)}
+    settings = flatten(run.settings or {})
+    values = {key: repr(whole_numbers(value)) for key, value in settings if not is_ignored(key, ignored)}
     return values | _named(images, run, values)
 
 

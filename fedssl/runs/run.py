@@ -19,7 +19,7 @@ from fedssl.config.statistics_settings import FEDERATED, measured_keys
 from fedssl.digests import checksum
 from fedssl.errors import InputError, sanitize
 from fedssl.evaluation.scores import ACCURACY, Score, as_scores
-from fedssl.plain_values import flatten
+from fedssl.plain_values import as_text, flatten
 from fedssl.runs.jsonl import finite_number, incomplete_files, mapping_of, missing_rounds, optional, read_jsonl, text
 from fedssl.safe_io import corrupt_file_error, open_regular_file, read_text, read_yaml
 
@@ -188,7 +188,7 @@ class Run:
             if not isinstance(value, dict) or part not in value:
                 return self.overrides.get(key, "")
             value = value[part]
-        return self.overrides.get(key, "") if isinstance(value, dict) else "null" if value is None else sanitize(value)
+        return self.overrides.get(key, "") if isinstance(value, dict) else "null" if value is None else as_text(value)
 
 
 def _result_in(line: Mapping[str, Any], name: str) -> Score | None:
@@ -271,7 +271,7 @@ def acquire_lock(folder: Path) -> TextIO | None:
 
 def flatten_settings(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return dotted keys and values of nested settings as text."""
-    return {sanitize(key): sanitize(value) for key, value in flatten(settings)}
+    return {sanitize(key): as_text(value) for key, value in flatten(settings)}
 
 
 def strategy_of(folder: Path) -> str:

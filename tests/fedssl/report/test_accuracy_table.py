@@ -10,6 +10,8 @@ import pytest
 
 from fedssl.evaluation.scores import Score
 from fedssl.report.accuracy_table import NOT_FINISHED, REPEATS, Row, best_rows, run_results, sweep_results
+from fedssl.report.html_page import settings_table
+from fedssl.runs.groups import all_compared_settings, group_runs
 from fedssl.runs.run import read_run
 from tests.runs import write_lines, write_run
 
@@ -143,6 +145,28 @@ def test_a_default_and_the_same_value_typed_are_one_row(tmp_path: Path):
         with_settings(tmp_path / "c", "regularizer=none method=simclr seed=2", {"seed": 2}, knn=0.9),
     ]
     assert rows(*folders) == [(MAIN, 3)]
+
+
+def test_a_whole_number_is_an_integer(tmp_path: Path):
+    """Typed, in a changed file and in a list; true is no number."""
+    found = [
+        ("0", "partition.alpha=1", 1, [0, 0.5], 1),
+        ("1", "partition.alpha=1.0 seed=1", 1.0, [0.0, 0.5], 1.0),
+        ("2", "partition.alpha=1.0 seed=2", 1.0, [0.0, 0.5], True),
+    ]
+    folders = [
+        with_settings(
+            tmp_path / name,
+            overrides,
+            {"seed": int(name), "partition": partition("dirichlet", alpha=alpha), "betas": betas, "depth": depth},
+        )
+        for name, overrides, alpha, betas, depth in found
+    ]
+    assert rows(*folders[:2]) == [(MAIN | {"partition.alpha": "1"}, 2)]
+    assert [(row["depth"], number) for row, number in rows(*folders)] == [("1", 2), ("True", 1)]
+    runs = [read_run(folder) for folder in folders]
+    assert settings_table(runs[:2]).header == ["run", "seed"]
+    assert [len(group.runs) for group in group_runs(runs, all_compared_settings(runs))] == [2, 1]
 
 
 def test_the_newest_of_equal_runs_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture):
