@@ -32,6 +32,7 @@ from fedssl.plots.style import (
     nth_line_style,
     plot_band,
 )
+from fedssl.runs.costs import cumulative_bytes
 from fedssl.runs.groups import RunGroup, group_by_seed
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import Run
@@ -94,21 +95,20 @@ def evaluation_points(
 
     ``initial`` are accuracies before the first round, whose costs are 0, and ``final`` those after the last one.
     """
-    sent, flops, points = 0.0, 0.0, []
+    flops, points = 0.0, []
     complete = measured = True
     if initial:
         virtual = 0.0 if any(line.get("virtual_time") is not None for line in lines) else None
         points.append(EvaluationPoint(0, 0.0, 0.0, dict(initial), virtual))
-    for round, line in enumerate(lines, start=1):
+    for round, (line, (down, up, _)) in enumerate(zip(lines, cumulative_bytes(lines), strict=True), start=1):
         complete = complete and line["round"] == round
-        sent += (line["bytes_down"] + line["bytes_up"]) / line["clients"]
         measured = measured and complete and "cost" in line
         flops += line["cost"]["flops"] if measured else 0.0
         scores = _accuracies_of(line)
         if final and round == len(lines):
             scores = {**final, **scores}
         if scores:
-            costs = sent if complete else None, flops if measured else None
+            costs = down + up if complete else None, flops if measured else None
             points.append(EvaluationPoint(line["round"], *costs, scores, line.get("virtual_time")))
     return points
 

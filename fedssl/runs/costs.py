@@ -1,6 +1,6 @@
 """Costs of a client over a run, from the lines of ``metrics.jsonl``."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,16 +31,25 @@ def sum_costs(rounds: Sequence[Mapping[str, Any]]) -> CostTotals:
     measured = [cost for cost in costs if cost is not None]
     known = [value for value in seconds if value is not None]
     complete = len(measured) == len(rounds) > 0
-    sent = [line.get("base", {"bytes": 0, "clients": 1}) for line in rounds]
-    base_bytes = max((base["bytes"] / base["clients"] for base in sent), default=0.0)
+    bytes_down, bytes_up, base_bytes = [(0.0, 0.0, 0.0), *cumulative_bytes(rounds)][-1]
     return CostTotals(
         memory=max(cost["peak_memory"] for cost in measured) if complete else None,
         flops=sum(cost["flops"] for cost in measured) if complete else None,
-        bytes_down=base_bytes
-        + sum((line["bytes_down"] - base["bytes"]) / line["clients"] for line, base in zip(rounds, sent, strict=True)),
-        bytes_up=sum(line["bytes_up"] / line["clients"] for line in rounds),
+        bytes_down=bytes_down,
+        bytes_up=bytes_up,
         seconds=sum(known) if len(known) == len(rounds) > 0 else None,
         round_seconds=sum(line["seconds"] for line in rounds),
         virtual_seconds=rounds[-1].get("virtual_time") if rounds else None,
         base_bytes=base_bytes,
     )
+
+
+def cumulative_bytes(rounds: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, float, float]]:
+    """Yield, after each line of ``metrics.jsonl``, the bytes down and up of a client, and those of base layers."""
+    down = up = base = 0.0
+    for line in rounds:
+        sent = line.get("base", {"bytes": 0, "clients": 1})
+        base = max(base, sent["bytes"] / sent["clients"])
+        down += (line["bytes_down"] - sent["bytes"]) / line["clients"]
+        up += line["bytes_up"] / line["clients"]
+        yield base + down, up, base

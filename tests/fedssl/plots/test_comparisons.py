@@ -9,6 +9,7 @@ import pytest
 from fedssl.plots.comparisons import evaluation_points, line_styles, mean_cosines, plot_accuracy
 from fedssl.plots.forgetting import ClientForgetting, mean_forgetting
 from fedssl.plots.registry import write_plot
+from fedssl.runs.costs import sum_costs
 from fedssl.runs.groups import group_by_seed
 from fedssl.runs.run import Run, find_runs, select_metrics
 from tests.runs import write_lines, write_run
@@ -75,6 +76,16 @@ def test_progress_by_hand():
     assert [step.flops for step in unmeasured] == [10, None]
     nats = {**round_of(1, nll=2.0), "units": {"nll": "nats"}}
     assert evaluation_points([nats]) == []
+
+
+def test_bytes_with_base_layers_are_those_of_the_cost_table():
+    lines = [{**round_of(n, knn=0.5), "seconds": 1.0} for n in (1, 2, 3)]
+    lines[0] |= {"base": {"bytes": 40, "clients": 2}}
+    lines[1] |= {"base": {"bytes": 10, "clients": 1}}
+    points = evaluation_points(lines)
+    # 40 / 2 + (60 - 40) / 2 + 40 / 2 = 50; with the second round (60 - 10) / 2 + 40 / 2 = 45 more, then 50.
+    assert [point.bytes for point in points] == [50, 95, 145]
+    assert [sum_costs(lines[:count]).communication for count in (1, 2, 3)] == [50, 95, 145]
 
 
 def test_mean_cosines_by_hand(sweep: list[Run], tmp_path: Path):
