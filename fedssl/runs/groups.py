@@ -18,6 +18,7 @@ MAIN = ("strategy", "method", "encoder", "partition", "partition.alpha", "num_cl
 OWN_KEYS = {"output_dir", "resume", "run_id", "pause_after"}  # of one start of a run
 # Settings and config groups in which runs of one group may differ, because they change no result.
 IGNORED = {"seed", *OWN_KEYS, *RESUMABLE_KEYS} - RESULT_KEYS
+_INTERVAL = "evaluate_every"  # compared for runs that may stop early
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def compared_settings(
     images = images_by_run(runs, _without_images)
 
     def settings_of(run: Run, keys: Iterable[str]) -> dict[str, str]:
-        values = {key: FEDERATED if key in run.measured_keys else run.value(key) for key in keys}
+        values = {key: _compared_value(run, key) for key in keys}
         return values | _named(images, run, values)
 
     given = (key for run in runs for key in run.overrides if not is_ignored(key, ignored))
@@ -124,15 +125,23 @@ def _named(images: Mapping[Path, str], run: Run, values: Mapping[str, str]) -> d
 
 def _without_images(run: Run) -> frozenset[tuple[str, str]]:
     """Return all settings that may change a result but the path of the images; the overrides if they are unknown."""
-    values = _all_settings(run, IGNORED, {}) if run.settings else run.overrides
-    return frozenset((key, value) for key, value in values.items() if key != IMAGES_KEY and not is_ignored(key))
+    overrides = {key: value for key, value in run.overrides.items() if not is_ignored(key)}
+    values = _all_settings(run, IGNORED, {}) if run.settings else overrides
+    return frozenset((key, value) for key, value in values.items() if key != IMAGES_KEY)
+
+
+def _compared_value(run: Run, key: str) -> str:
+    """Return a setting of the run; empty for ``evaluate_every`` unless it decides when the run may end."""
+    if key == _INTERVAL and run.value("early_stopping.monitor") in ("", "null"):
+        return ""
+    return FEDERATED if key in run.measured_keys else run.value(key)
 
 
 def _all_settings(run: Run, ignored: Set[str], images: Mapping[Path, str]) -> dict[str, str]:
     ignored = {*ignored, *run.measured_keys}
     settings = flatten(run.settings or {})
     values = {key: repr(whole_numbers(value)) for key, value in settings if not is_ignored(key, ignored)}
-    return values | _named(images, run, values)
+    return values | {_INTERVAL: _compared_value(run, _INTERVAL)} | _named(images, run, values)
 
 
 def is_ignored(key: str, ignored: Set[str] = IGNORED) -> bool:

@@ -169,6 +169,20 @@ def test_a_whole_number_is_an_integer(tmp_path: Path):
     assert [len(group.runs) for group in group_runs(runs, all_compared_settings(runs))] == [2, 1]
 
 
+def test_intervals_of_evaluation_matter_with_early_stopping(tmp_path: Path):
+    """They decide the round after which a run ends; without early stopping they change no result."""
+    found = [("knn", 1), ("knn", 3), ("knn", 3), (None, 1), (None, 3)]
+    folders = [
+        with_settings(
+            tmp_path / str(n), f"seed={n}", {"seed": n, "evaluate_every": every, "early_stopping": {"monitor": monitor}}
+        )
+        for n, (monitor, every) in enumerate(found)
+    ]
+    assert [(row.get("evaluate_every"), number) for row, number in rows(*folders)] == [("1", 1), ("3", 2), ("", 2)]
+    runs = [read_run(folder) for folder in folders]
+    assert [len(group.runs) for group in group_runs(runs, all_compared_settings(runs))] == [1, 2, 2]
+
+
 def test_the_newest_of_equal_runs_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     a, b, c, d, e = (tmp_path / f"2026-01-0{day}_00-00-00" for day in range(1, 6))
     folders = [
