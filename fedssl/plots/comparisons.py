@@ -33,7 +33,7 @@ from fedssl.plots.style import (
     plot_band,
 )
 from fedssl.runs.costs import cumulative_bytes
-from fedssl.runs.groups import RunGroup, group_by_seed
+from fedssl.runs.groups import RunGroup, evaluates_alike, group_by_seed
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import Run
 
@@ -142,10 +142,10 @@ def plot_accuracy(runs: Sequence[Run]) -> PlotData | None:
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     groups = group_by_seed(runs)
-    evaluations = [[_points_of(run) for run in group.runs] for group in groups]
+    in_rounds = _names_in_rounds(accuracies_by_round(run) for group in groups for run in group.runs)
+    evaluations = [[_points_of(run, in_rounds) for run in group.runs] for group in groups]
     points_of_all = [point for of_group in evaluations for of_run in of_group for point in of_run]
     names = dict.fromkeys(name for point in points_of_all for name in point.scores)
-    in_rounds = _names_in_rounds(accuracies_by_round(run) for group in groups for run in group.runs)
     protocols = in_rounds or list(filter(runs[0].selects, names))
     if not protocols:
         return None
@@ -156,7 +156,7 @@ def plot_accuracy(runs: Sequence[Run]) -> PlotData | None:
     rows: list[list[object]] = [["run", "protocol", *costs, "accuracy", "deviation"]]
     for row, protocol in enumerate(protocols):
         means = [mean_over_seeds(group, protocol) for group in evaluations]
-        baselines = [baseline for kind in BASELINES for baseline in _baselines(groups, kind, protocol)]
+        baselines = [baseline for kind in BASELINES for baseline in _baselines(groups, kind, protocol, in_rounds)]
         drawn += baselines
         for column, cost in enumerate(costs):
             position = len(protocols), len(costs), len(costs) * row + column + 1
@@ -181,22 +181,30 @@ def plot_accuracy(runs: Sequence[Run]) -> PlotData | None:
     return PlotData(figure, rows)
 
 
-def _baselines(groups: Sequence[RunGroup], kind: str, protocol: str) -> list[tuple[str, float, str]]:
+def _baselines(
+    groups: Sequence[RunGroup], kind: str, protocol: str, in_rounds: Sequence[str]
+) -> list[tuple[str, float, str]]:
     """Return the kind, accuracy and color of each line of a baseline; a single gray one if all groups have the same."""
     found = []
     for group, style in zip(groups, line_styles(groups), strict=True):
-        scores = [accuracies(run.results_of(kind)).get(protocol) for run in group.runs]
+        scores = [_final_accuracies(run, kind, in_rounds).get(protocol) for run in group.runs]
         if known := [score for score in scores if score is not None]:
             found.append((kind, mean(known), style["color"]))
     same = len({value for _, value, _ in found}) == 1
     return [(kind, found[0][1], "0.5")] if same else found
 
 
-def _points_of(run: Run) -> list[EvaluationPoint]:
+def _final_accuracies(run: Run, kind: str, in_rounds: Sequence[str]) -> dict[str, float]:
+    """Return the final accuracies, without those that another protocol has given the names ``in_rounds``."""
+    alike, scores = evaluates_alike(run), accuracies(run.results_of(kind))
+    return {name: score for name, score in scores.items() if alike or name not in in_rounds}
+
+
+def _points_of(run: Run, in_rounds: Sequence[str]) -> list[EvaluationPoint]:
     return evaluation_points(
         read_jsonl(run.folder / "metrics.jsonl", required=("bytes_down", "bytes_up", "clients")),
-        initial=accuracies(run.results_of("untrained")),
-        final=accuracies(run.results_of("federated")),
+        initial=_final_accuracies(run, "untrained", in_rounds),
+        final=_final_accuracies(run, "federated", in_rounds),
     )
 
 
@@ -236,8 +244,8 @@ def plot_divergence(runs: Sequence[Run]) -> PlotData:
 
 
 def accuracies_by_round(run: Run) -> Accuracies:
-    """Return the accuracies in [0, 1] of each evaluated round, and those before the first round as round 0 if known."""
-    found: Accuracies = {0: accuracies(run.results_of("untrained"))}
+    """Return the accuracies in [0, 1] of each evaluated round, and as round 0 those before, by the same protocol."""
+    found: Accuracies = {0: accuracies(run.results_of("untrained")) if evaluates_alike(run) else {}}
     for line in read_jsonl(run.folder / "metrics.jsonl"):
         found[line["round"]] = {name: value for name, value in _accuracies_of(line).items() if run.selects(name)}
     return {round: values for round, values in found.items() if values}

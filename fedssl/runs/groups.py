@@ -2,9 +2,10 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedssl.config.compose import RESULT_KEYS, RESUMABLE_KEYS
 from fedssl.config.statistics_settings import FEDERATED
@@ -147,6 +148,23 @@ def _all_settings(run: Run, ignored: Set[str], images: Mapping[Path, str]) -> di
 def is_ignored(key: str, ignored: Set[str] = IGNORED) -> bool:
     """Return whether a setting or a node that has it, such as its config group, is not compared."""
     return not ignored.isdisjoint(itertools.accumulate(key.split("."), "{}.{}".format))
+
+
+def evaluates_alike(run: Run) -> bool:
+    """Return whether every protocol of the rounds is one of the end: their results of one name are comparable."""
+    settings = run.settings or {}
+    in_rounds, at_the_end = (list(_protocols(settings.get(key))) for key in ("evaluation", "final_evaluation"))
+    return all(protocol in at_the_end for protocol in in_rounds)
+
+
+def _protocols(node: Any) -> Iterator[Any]:
+    """Yield the settings of a protocol, or of each one that it combines."""
+    combined = node.get("protocols") if isinstance(node, Mapping) else None
+    if isinstance(combined, Mapping):
+        for inner in combined.values():
+            yield from _protocols(inner)
+    else:
+        yield node
 
 
 def varying(settings: Sequence[Mapping[str, str]]) -> list[str]:

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from fedssl.errors import InputError, sanitize
 from fedssl.evaluation.scores import COLLAPSE_THRESHOLDS, IN_PERCENT, as_scores
+from fedssl.runs.groups import evaluates_alike
 from fedssl.runs.jsonl import finite_number
 from fedssl.runs.run import Run, is_locked, read_run
 from fedssl.safe_io import open_regular_file
@@ -194,6 +195,11 @@ class LiveRun:
         """Return the results of the ``"untrained"`` encoder or of raw ``"pixels"``; none before the run has ended."""
         scores = self._run.results_of(kind) if self._run else {}
         return {name: score.shown for name, score in scores.items()}
+
+    @property
+    def has_baselines(self) -> bool:
+        """Return whether the baselines, which the final evaluation measures, are comparable with the rounds."""
+        return self._run is None or evaluates_alike(self._run)
 
     def baseline_task(self, kind: str) -> str | None:
         """Return the settings on which a baseline depends, as text; None if they are unknown."""

@@ -50,7 +50,7 @@ class Watcher:
             if run is None:
                 return None
             details = {"id": key, "name": self._name(run.folder), **run.details()}
-            baselines = {kind: self._baseline(run, kind) for kind in BASELINES}
+            baselines = {kind: self._baseline(run, kind) for kind in (BASELINES if run.has_baselines else ())}
             missing = [kind for kind, found in baselines.items() if run.evaluation and not found]
             note = f"no line of {' and '.join(missing)}, until a run with the same task has ended" if missing else ""
             return details | {"baselines": baselines, "note": note}

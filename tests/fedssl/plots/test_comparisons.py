@@ -1,6 +1,7 @@
 """Figures of several runs: groups, steps, means over seeds, and the value that was swept, from folders made by hand."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,27 @@ def test_accuracy_of_selected_results(tmp_path: Path):
         (selected,) = select_metrics([run], [name])
         _, *rows = rows_of(write_plot("accuracy", [selected], tmp_path, **FORMATS))
         assert [(row[1], int(row[2])) for row in rows] == [(name, round) for round in expected]
+
+
+def test_results_of_another_protocol_are_not_in_the_figure(tmp_path: Path):
+    """With k=1 in the rounds and k=40 at the end, the end does not extend the curve; without rounds it is the curve."""
+    knn, other = ({"_target_": "fedssl.evaluation.knn.KNN", "k": k} for k in (1, 40))
+    final = {"federated": {"knn": 0.5}, "untrained": {"knn": 0.2}, "pixels": {"knn": 0.3}}
+    in_rounds, at_the_end = [round_of(1, knn=0.4), round_of(2)], [round_of(1), round_of(2)]
+    cases = [
+        (knn, in_rounds, [0, 1, 2], 2),
+        ({"protocols": {"linear": {"c": 1}, "any": knn}}, in_rounds, [0, 1, 2], 2),  # has that of the rounds
+        (other, in_rounds, [1], 0),
+        (other, at_the_end, [0, 2], 2),
+    ]
+    for number, (protocol, lines, rounds, baselines) in enumerate(cases):
+        run = replace(
+            made(tmp_path / str(number), "strategy=eua", lines=lines, final=final),
+            settings={"evaluation": knn, "final_evaluation": protocol},
+        )
+        data = plot_accuracy([run])
+        assert [row[2] for row in list(data.rows)[1:]] == rounds
+        assert len(data.figure.legends[0].get_texts()) == 1 + baselines
 
 
 def test_baselines_are_lines_in_gray_or_the_color_of_runs(tmp_path: Path):

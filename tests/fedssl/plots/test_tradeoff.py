@@ -1,6 +1,7 @@
 """The trade-off between two data sets: its points by hand, its file, and a run that logs both in every round."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,8 @@ def test_points_by_hand(tmp_path: Path) -> None:
     points = mean_points(values, PAIR)
     np.testing.assert_allclose(points, [(0, 0.3, 0.02**0.5, 0.9, 0), (1, 0.5, 0.02**0.5, 0.8, 0)], atol=1e-12)
     assert mean_points([*values, {1: {"knn": 0.9}}], PAIR) == points  # of a run that was not evaluated on both
+    differing = replace(runs[0], settings={"evaluation": {"k": 1}, "final_evaluation": {"k": 40}})
+    assert list(accuracies_by_round(differing)) == [1, 2]
 
 
 def test_the_file_has_a_line_for_each_group_and_round(tmp_path: Path) -> None:

@@ -89,6 +89,21 @@ def test_a_run_has_the_baselines_of_an_equal_task(folder: Path):
     assert found == {"a": both, "equal": both, "other_seed": nothing | {"pixels": {"knn": 40}}, "other_data": nothing}
 
 
+def test_baselines_of_another_protocol_are_not_shown(folder: Path):
+    """Their results have the same name as those of the rounds."""
+    change_summary(folder, final={"federated": {"knn": 0.5}, "untrained": {"knn": 0.2}})
+    settings = json.loads((folder / "config.yaml").read_text())
+    for k, expected in ((1, {"knn": 20}), (40, {})):
+        (folder / "config.yaml").write_text(
+            json.dumps({**settings, "evaluation": {"k": 1}, "final_evaluation": {"k": k}})
+        )
+        watcher = Watcher([folder])
+        (run,) = watcher.overview()["runs"]
+        details = watcher.details(run["id"])
+        assert details["baselines"].get("untrained", {}) == expected
+        assert bool(details["note"]) == bool(expected)  # the line of pixels may follow
+
+
 def test_layer_cosines_are_means_over_clients(folder: Path):
     run = LiveRun(folder)
     assert read(run)["layers"] == {}
