@@ -30,7 +30,7 @@ _NUMBERS = ("loss", "model_cosine", "layer_cosine", "clients", "late", "seconds"
 # Kinds of baselines, with the settings on which they depend.
 BASELINES = {
     "untrained": ("dataset", "final_evaluation", "encoder", "method", "tuning", "seed"),
-    "pixels": ("dataset", "final_evaluation"),
+    "pixels": ("dataset", "final_evaluation", "seed"),
 }
 _WHOSE = {"global": "the global model", "clients": "the clients, on average"}
 
