@@ -56,7 +56,7 @@ def read_features(file: Path, images: PathImages, embedder: Embedder) -> dict[st
     absent = np.array([row for row, name in enumerate(listed) if name not in known], dtype=np.int64)
     missing = [listed[row] for row in absent]
     # A file has no features of unreadable images.
-    if missing and (len(missing) == len(images) or ("images" not in about and _any_readable(images, absent))):
+    if missing and (len(missing) == len(images) or _any_readable(images, absent)):
         raise InputError(
             f"embeddings={file} has no features of {len(missing):,} of {len(images):,} images, such as {missing[0]}; "
             f"{again}"

@@ -1,5 +1,6 @@
 """The command ``fedssl-explore``: pages of paths and of runs, files of features, sampling, bands and bad input."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -102,6 +103,21 @@ def test_features_of_a_file_may_lack_unreadable_images(run: Path, photos: Path) 
     assert len(explore(run, f"images={photos}", f"embeddings={file}")[1]["names"]) == 40
     write_images(photos, ["cat/new.png"])
     with pytest.raises(InputError, match="no features of 2 of 42 images"):
+        explore(run, f"images={photos}", f"embeddings={file}")
+
+
+def test_images_that_can_be_read_again_need_another_file(run: Path, photos: Path) -> None:
+    """The file states its images by their sizes and times, which are the same after a short failure of a disk."""
+    file, image = run.parent / "features.parquet", photos / "cat" / "again.png"
+    write_images(photos, ["cat/again.png"])
+    content, status = image.read_bytes(), image.stat()
+    image.write_bytes(b"\0" * len(content))
+    os.utime(image, ns=(status.st_atime_ns, status.st_mtime_ns))
+    embed_cli.run([f"run={run}", f"images={photos}", f"out={file}", "device=cpu", "skip_unreadable=true"])
+    assert len(explore(run, f"images={photos}", f"embeddings={file}")[1]["names"]) == 40
+    image.write_bytes(content)
+    os.utime(image, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(InputError, match="no features of 1 of 41 images, such as cat/again.png; make it again"):
         explore(run, f"images={photos}", f"embeddings={file}")
 
 
