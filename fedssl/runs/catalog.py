@@ -65,7 +65,7 @@ def filter_runs(runs: Iterable[Run], overrides: Sequence[str]) -> list[Run]:
                 f"there is no status={unknown[0]}{did_you_mean(unknown[0], STATUSES)}; "
                 f"choose one of {', '.join(STATUSES)}"
             )
-        allowed = values.split(",")
+        allowed = {values, *values.split(",")}  # a list has commas
         kept = [run for run in kept if any(same_value(_value(run, key), value) for value in allowed)]
     return kept
 

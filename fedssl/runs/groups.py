@@ -174,8 +174,8 @@ def varying(settings: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def same_value(one: str, other: str) -> bool:
-    """Return whether two texts are the same value: 0.10 is 0.1, and True is true."""
+    """Return whether two texts are the same value: 0.10 is 0.1, True is true, and [1, 2] is [1,2]."""
     try:
         return float(one) == float(other)
     except ValueError:
-        return one.lower() == other.lower()
+        return one.lower().replace(", ", ",") == other.lower().replace(", ", ",")

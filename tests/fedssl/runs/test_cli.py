@@ -128,6 +128,13 @@ def test_null_is_a_value(tmp_path, command):
     assert command("list", "clip_norm=null", tmp_path / "b")[0] == 0
 
 
+def test_a_value_may_have_a_comma(tmp_path, command):
+    job(tmp_path / "a", "dataset=cifar10", "dataset.mean=[0.5,0.25,0]")
+    job(tmp_path / "b", "seed=1")
+    for typed in ("dataset.mean=[0.5, 0.25, 0]", "dataset.mean=[0.5,0.25,0]"):
+        assert len(json.loads(command("list", typed, tmp_path, "--json")[1])["runs"]) == 1
+
+
 def test_best_takes_seeds_for_one(runs, command):
     _, out, _ = command("best", "knn", runs)
     # 0.5 of seed 0, which ran twice and counts once, and 0.75: mean 0.625, sample deviation 0.25 / sqrt(2) = 0.17678.
