@@ -128,7 +128,10 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[list[Path], str, int | No
     port = values.get("port")
     if port is not None and not (port.isascii() and port.isdigit() and int(port) < 2**16):
         raise InputError(f"port={port} must be a number from 0 to 65535, e.g. port=8765")
-    return folders, values.get("host", "127.0.0.1"), None if port is None else int(port)
+    host = values.get("host", "127.0.0.1")
+    if not host:  # which a socket takes for all addresses
+        raise InputError("host= is empty; give an address of this machine, or host=0.0.0.0 for all")
+    return folders, host, None if port is None else int(port)
 
 
 def introduction(server: WatchServer, folders: Sequence[Path]) -> list[str]:

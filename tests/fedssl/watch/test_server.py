@@ -123,6 +123,7 @@ def test_an_address_of_another_machine_is_tried_once(tmp_path: Path, monkeypatch
         (["prot=1"], "prot= is no setting of fedssl-watch; did you mean port"),
         (["port=x"], "port=x must be a number from 0 to 65535"),
         (["port=70000"], "port=70000 must be"),
+        (["host="], "host= is empty; give an address of this machine"),
         (["--port", "1"], "--port is no option of fedssl-watch; use port=NUMBER"),
         ([__file__], "is no folder; give folders of runs"),
     ],
