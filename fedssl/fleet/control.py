@@ -3,11 +3,11 @@
 import datetime
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 
+from fedssl.config.literal import user_path
 from fedssl.config.settings import EngineSettings
 from fedssl.errors import InputError
 from fedssl.fleet import control_internals
@@ -32,7 +32,7 @@ def control_api(
             f"devices; set {names[1]}=FILE to the certificate of its authority"
         )
     check_proxies()
-    root = None if certificates is None else read_authority(names[1], Path(certificates))
+    root = None if certificates is None else read_authority(names[1], user_path(certificates))
     control = control_internals.connect(address, root_certificates=root)
     try:
         with _http_errors(f"{names[0]}={address}", names, url=f"{'https' if root else 'http'}://{address}"):

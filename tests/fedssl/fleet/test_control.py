@@ -1,12 +1,14 @@
 """Registered devices as the Control API of a SuperLink lists them."""
 
 import datetime
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from flwr.proto.node_pb2 import NodeInfo
 
 from fedssl.config.settings import EngineSettings
+from fedssl.errors import InputError
 from fedssl.fleet import control, control_internals
 from tests.fedssl.fleet.conftest import serving
 
@@ -34,6 +36,14 @@ def test_devices_are_listed_by_name_without_those_that_were_removed(superlink):
     expected = datetime.datetime.fromtimestamp(1_000_000, tz=datetime.UTC)
     assert datetime.datetime.fromisoformat(devices[2]["last contact"]) == expected
     assert devices[1]["last contact"] is None
+
+
+def test_certificates_may_be_below_the_home_folder(superlink, tmp_path, monkeypatch):
+    """The shell keeps ``~`` after ``=``, and so does Flower's ``config.toml``."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    engine = replace(superlink, root_certificates="~/ca.crt")
+    with pytest.raises(InputError, match=str(tmp_path / "ca.crt")), control.control_api(engine):
+        pass
 
 
 class Website(BaseHTTPRequestHandler):
