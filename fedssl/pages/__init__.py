@@ -23,7 +23,7 @@ from fedssl.errors import sanitize
 
 ROOT = Path(__file__).parents[1]
 ENDING = ".html.j2"
-_START = r"(?:^|(?<=[\s='\":(\[{,]))"  # of a path in a text
+_START = r"(?:^|(?<=[\s='\":(\[{,])|(?<=file://)|(?<=:///))"  # of a path in a text, or in a URL of a local file
 _PARENTS = re.compile(_START + r"/(?:[^/\s'\"=:;,()\[\]{}<>]+/)*(?=[^/\s])")
 
 

@@ -79,6 +79,9 @@ def test_a_page_runs_its_own_script_alone_and_requests_nothing(own: Path):
         ("'note=\"/home/a b\"' [/x/y,/z]", "'note=\"…/a b\"' […/y,…/z]"),
         ("/srv/runs/a/0: /srv/runs/a is not /srv/runs2/b", "a/0: a is not …/b"),
         ("/mnt/srv/runs/a", "…/a"),
+        ("'hydra.searchpath=[\"file:///home/me/conf\"]'", "'hydra.searchpath=[\"file://…/conf\"]'"),
+        ("uri=sqlite:////home/me/x.db", "uri=sqlite:///…/x.db"),
+        2 * ("sqlite:///runs/x.db, s3://a/b/c",),
         2 * ("https://a.b/c/d, and/or, 1 / 2, runs/a, </svg>, ../a",),
     ],
 )
