@@ -74,17 +74,27 @@ function selectionChanged() {
   redraw();
 }
 
-// A spreadsheet computes text that begins with these; a path with ./ is the same path.
-function safe(text, prefix) {
-  return /^[=+\-@\t\r]/.test(text) ? prefix + text : text;
+// Cells as fedssl.text_table makes them: a spreadsheet computes text that begins with one of these signs.
+const FORMULA = /^[\s\u200b-\u200d\ufeff]*[=+\-@]/;
+const NUMBER_OR_SIGNS = /^([+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[\s+\-@]*)$/i;
+const withoutControls = (text) => text.replaceAll(/[\0-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]/g, " ");
+
+function safeText(text) {
+  const cell = withoutControls(text);
+  return FORMULA.test(cell) && !NUMBER_OR_SIGNS.test(cell) ? `'${cell}` : cell;
+}
+
+function safePath(text) {
+  const cell = withoutControls(text);
+  return FORMULA.test(cell) ? `./${cell}` : cell; // the same path
 }
 
 function csv() {
   const quoted = (text) => `"${String(text).replaceAll('"', '""')}"`;
   const header = ["name", ...columns.map((of) => of.title), "distance_to_neighbors", "distance_to_center", "x", "y"];
   const lines = [...selection].sort((one, other) => one - other).map((row) => [
-    safe(names[row], "./"),
-    ...columns.map((of) => (of.codes[row] === of.missing ? "" : safe(textOf(of, row), "'"))),
+    safePath(names[row]),
+    ...columns.map((of) => (of.codes[row] === of.missing ? "" : safeText(textOf(of, row)))),
     ...[unusual[row], distances[row], points[2 * row], points[2 * row + 1]].map((value) => Number(value.toPrecision(6))),
   ]);
   return [header, ...lines].map((line) => line.map(quoted).join(",") + "\r\n").join("");

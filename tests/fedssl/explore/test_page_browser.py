@@ -1,6 +1,7 @@
 """The page in Chromium: mouse, touch and keys, phone and desktop, light and dark. Screenshots are in ``build/``."""
 
 import csv
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from fedssl.explore.columns import column_of
 from fedssl.pages import ROOT as PACKAGE
+from fedssl.text_table import csv_cell, csv_path
 from tests.fedssl.explore.test_page import HOSTILE, HOSTILE_LABEL, page_of
 from tests.fedssl.pages.browser import OpenPage, Page, check_only_own_script_runs, needs_browser
 from tests.test_docs import ROOT
@@ -148,6 +150,12 @@ def test_the_selection_is_downloaded_as_csv(page: Page, tmp_path: Path):
     assert {row["label"] for row in rows} == {"", "cat", "dog", HOSTILE_LABEL}
     assert float(rows[0]["distance_to_neighbors"]) == pytest.approx(page.evaluate("unusual[0]"), rel=1e-5)
     assert page.messages == []
+
+
+def test_cells_of_the_selection_are_those_of_other_tables(page: Page):
+    texts = ["-1.5", "+2e3", ".5", "-1+2", "--", "- @", "a-b", " =1", "\u200b=1", "\t@a", "a\tb", "=1", ""]
+    assert page.evaluate(f"{json.dumps(texts)}.map(safeText)") == [csv_cell(text) for text in texts]
+    assert page.evaluate(f"{json.dumps(texts)}.map(safePath)") == [csv_path(text) for text in texts]
 
 
 def test_search_and_legend_restrict_all_views(page: Page):
