@@ -105,15 +105,16 @@ def channel_axis(shape: tuple[int, ...], channels: int) -> int | None:
     An array is ``(height, width)``, with an axis of channels at either end, or one of images before all others. The
     axis of channels is the last or else the first of the data set's ``channels``, of 1 or 3, or of up to
     `MAX_CHANNELS`. For gray and color, other arrays of three axes are a stack, such as ``(155, 240, 240)``, unless the
-    last has at most `MAX_CHANNELS` and half of the second, as in ``(240, 320, 4)``: these are bands. For color, those
-    whose first axis has at most `MAX_CHANNELS` may be either, and are a `ValueError`.
+    last has at most `MAX_CHANNELS` and is short, as in ``(240, 320, 4)``: these are bands. Short is at most half of the
+    second for gray, and the shortest for color, for which a first axis of at most `MAX_CHANNELS` is a `ValueError`.
     """
     if len(shape) == 2:
         return None
     if len(shape) not in (3, 4) or not math.prod(shape):
         raise ValueError(f"its shape is {shape}, and (height, width) is needed, with or without channels")
     height, width = shape[-2:]
-    is_stack = channels in (1, 3) and len(shape) == 3 and (width > MAX_CHANNELS or 2 * width > height)
+    is_short = width <= MAX_CHANNELS and (2 * width <= height if channels == 1 else width < min(shape[:2]))
+    is_stack = channels in (1, 3) and len(shape) == 3 and not is_short
     if is_stack and channels == 3 and shape[0] <= MAX_CHANNELS and not {1, 3} & {shape[0], width}:
         raise ValueError(
             f"its shape is {shape}; for {shape[0]} gray images save array[..., None], for an image of {shape[0]} "
