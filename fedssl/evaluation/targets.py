@@ -2,7 +2,7 @@
 
 They are in columns of parquet and arrow files, in arrays of NPZ files, or in a CSV file. The first column of a CSV file
 has the images' files, below the folder of the CSV file; if none is there, their names, with or without ending. A row of
-a file with several pages is that of each page without a row of its own (``a.tif[0]``).
+a file with several pages applies to every page that has no row of its own (``a.tif[0]``).
 
 A target is a number, and unknown if it is null, blank or NaN. A column with lists has a target for each place of the
 list, or, for labels, for each class: lists of names or class numbers, of any length, or names between bars, of which
@@ -226,6 +226,6 @@ def _places(images: LabeledImages) -> list[Place]:
         raise InputError("evaluation.file is for images in files, which the data set has none of")
     index, rows = images.origin
     places = [index.places(np.array([row]))[0] for row in rows]
-    if not isinstance(index, PageIndex):  # a row of a table is an image of its own
+    if not isinstance(index, PageIndex):  # the part is a row of a table, which is one image
         places = [Place(place.name) for place in places]
     return [Place(os.path.normpath(Path(place.file).absolute()), place.part) for place in places]

@@ -101,45 +101,36 @@ def request_personalized_encoders(
 
     If each client has a model, as many of them are in memory as in a round, see `server_app.update_memory`.
     """
-    federation = components.federation
-    batch_size = federation.clients_per_round if federation.strategy.server.models_per_client else len(clients) or 1
-    for start in range(0, len(clients), batch_size):
-        # Another generator, whose plans and messages are freed before the next ones are built.
-        yield from _request_batch(messenger, components, state, clients[start : start + batch_size], request)
-
-
-def _request_batch(
-    messenger: ClientMessenger,
-    components: RunComponents,
-    state: ServerState,
-    clients: Sequence[int],
-    request: PersonalizedModelRequest,
-) -> Iterator[tuple[int, str, Layers]]:
     # Unseen clients train with the optimizer's base learning rate, and the server does not calibrate again.
     context = replace(components.context, lr_factor=lambda round: 1.0)
     federation = replace(components.federation.without_training(), context=context)
-    candidates = {
-        client: federation.strategy.server.candidate_models(state, state.round + 1, client) for client in clients
-    }
+    server = federation.strategy.server
     evaluated = MappedValues(state.models, lambda model: replace(model, layers=model.evaluated))
     served = replace(state, models=evaluated)
-    plans = PlanBuilder(federation, served, candidates=candidates, extra_models=(), oldest_resumable=0)
-    messages = [
-        Message(request.attach_to(content), federation.nodes[client], "train.personalized")
-        for client, content in plans.contents.items()
-    ]
-    client_of = {federation.nodes[client]: client for client in clients}
-    for message, reply in messenger.send_and_receive(messages, timeout=federation.settings.reply_timeout):
-        client = client_of[message.metadata.dst_node_id]
-        try:
-            if reply.has_error():
-                raise InvalidUpdate(reply.error.reason)
-            names = candidates[client]
-            update = read_update(reply, client, sent_to=federation.nodes[client])
-            check_state_rounds(update, round=state.round + 1, saved_round=state.state_rounds.get(client, 0))
-            yield client, names[read_model_index(reply, num_models=len(names))], update.layers
-        except InvalidUpdate as reason:
-            log.warning("client %d returned no encoder: %s", client, reason)
+
+    def request_batch(batch: Sequence[int]) -> Iterator[tuple[int, str, Layers]]:
+        candidates = {client: server.candidate_models(state, state.round + 1, client) for client in batch}
+        plans = PlanBuilder(federation, served, candidates=candidates, extra_models=(), oldest_resumable=0)
+        messages = [
+            Message(request.attach_to(content), federation.nodes[client], "train.personalized")
+            for client, content in plans.contents.items()
+        ]
+        client_of = {federation.nodes[client]: client for client in batch}
+        for message, reply in messenger.send_and_receive(messages, timeout=federation.settings.reply_timeout):
+            client = client_of[message.metadata.dst_node_id]
+            try:
+                if reply.has_error():
+                    raise InvalidUpdate(reply.error.reason)
+                names = candidates[client]
+                update = read_update(reply, client, sent_to=federation.nodes[client])
+                check_state_rounds(update, round=state.round + 1, saved_round=state.state_rounds.get(client, 0))
+                yield client, names[read_model_index(reply, num_models=len(names))], update.layers
+            except InvalidUpdate as reason:
+                log.warning("client %d returned no encoder: %s", client, reason)
+
+    size = federation.clients_per_round if server.models_per_client else len(clients) or 1
+    for start in range(0, len(clients), size):
+        yield from request_batch(clients[start : start + size])  # which frees its plans and messages at its end
 
 
 class PersonalizedEvaluator:

@@ -139,7 +139,7 @@ def test_a_newcomer_adapts_as_clients_train(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("strategy", "expected"), [("local_only", [2, 2, 1]), ("fedavg", [5])])
 def test_models_of_single_clients_are_requested_in_batches(tmp_path, monkeypatch, strategy, expected):
-    """Those of a batch are freed before the next one. The encoders are those of clients that are asked one by one."""
+    """Free the plans of a batch before the next one; the encoders equal those of single requests."""
     federation = Federation(tmp_path, f"strategy={strategy}", "num_clients=5", "clients_per_round=2", *JUDGED)
     federation.run(2)
     single = {client: encoders(federation, [client])[client] for client in range(5)}
