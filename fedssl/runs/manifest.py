@@ -8,7 +8,8 @@ import json
 import os
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,7 +79,7 @@ class Manifest:
 
 def write_manifest(file: Path, manifest: Manifest) -> None:
     """Write a manifest with its own digest."""
-    text = json.dumps(asdict(manifest))
+    text = json.dumps({"parts": [vars(part) for part in manifest.parts], "recoveries": manifest.recoveries})
     write_text(file, f"{checksum(text.encode())}\n{text}\n")
 
 
@@ -125,7 +126,7 @@ class ClientStateParts:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._known: dict[Path, tuple[int, Part | None]] = {}
+        self._known: dict[Path, _StateFolder] = {}
 
     def up_to(self, round: int, *, without: Collection[int] = ()) -> list[Part]:
         """Return the newest version up to ``round`` in every folder: a run that resumes then loads it.
@@ -134,21 +135,33 @@ class ClientStateParts:
         """
         states = self._folder / CLIENT_STATES
         unused = {client_folder(states, client) for client in without}
-        folders = (folder for folder in _folders(states) if unused.isdisjoint((folder, *folder.parents)))
-        parts = (self._newest(folder, round) for folder in folders)
-        return [part for part in parts if part is not None]
+        parts, folders = [], [states] if states.is_dir() else []
+        while folders:
+            folder = self._read(folders.pop(), round)
+            parts += [folder.newest] if folder.newest else []
+            folders += [subfolder for subfolder in folder.subfolders if subfolder not in unused]
+        return sorted(parts, key=attrgetter("path"))
 
-    def _newest(self, folder: Path, round: int) -> Part | None:
+    def _read(self, folder: Path, round: int) -> "_StateFolder":
         changed, now = folder.stat().st_mtime_ns, time.time_ns()
         known = self._known.get(folder)
-        if known is not None and known[0] == changed:
-            return known[1]
+        if known is not None and known.changed == changed:
+            return known
         versions = saved_rounds(folder, STATE_SUFFIX)
         reachable = [version for version in versions if version <= round]
-        part = file_part(self._folder, round_file(folder, reachable[-1], STATE_SUFFIX)) if reachable else None
+        newest = file_part(self._folder, round_file(folder, reachable[-1], STATE_SUFFIX)) if reachable else None
+        subfolders = [folder / entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+        read = _StateFolder(changed, newest, subfolders)
         if versions == reachable and now - changed > _MTIME_RESOLUTION:  # else the next checkpoint has another version
-            self._known[folder] = (changed, part)
-        return part
+            self._known[folder] = read
+        return read
+
+
+@dataclass(frozen=True)
+class _StateFolder:
+    changed: int  # modification time in nanoseconds, which versions and new subfolders change
+    newest: Part | None
+    subfolders: list[Path]
 
 
 def remove_later_versions(folder: Path, round: int) -> None:
