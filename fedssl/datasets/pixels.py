@@ -58,13 +58,12 @@ def deep_raster(image: Image.Image) -> Raster | None:
     transparency = image.info.get("transparency")
     return Raster(
         shape=(image.height, image.width, 1),
-        load=lambda: np.asarray(_upright(image)),
+        load=lambda: np.asarray(upright(image)),
         limits=limits if window is None else window,
         is_window=window is not None,
         is_wide=image.format == "DICOM",
         is_fixed=_states_maximum(image),
-        # 0: white is zero
-        white_is_zero=bool(image.info.get(WHITE_IS_ZERO)) or _tag(image, PHOTOMETRIC_INTERPRETATION) == 0,
+        white_is_zero=bool(image.info.get(WHITE_IS_ZERO)) or is_min_is_white(image),
         transparent=transparency if isinstance(transparency, int) else None,
         dtype=None if limits is None and window is None else "uint16",  # integers of 16 bits at most
     )
@@ -90,7 +89,7 @@ def raster_of(image: Image.Image) -> Raster:
     raster = deep_raster(image)
     if raster is not None:
         return raster
-    image = _upright(image)
+    image = upright(image)
     if image.mode not in _MODES:
         own = "L" if image.mode == "1" else "RGB"
         image = image.convert("RGBA" if image.has_transparency_data else own)
@@ -100,7 +99,7 @@ def raster_of(image: Image.Image) -> Raster:
 def _levels(image: Image.Image, settings: PixelSettings) -> np.ndarray:
     """Convert an image of 8 bits to 1 or 3 channels and a size, uint8 ``(channels, size, size)``."""
     _scale_transparent(image)
-    image = _upright(image)
+    image = upright(image)
     if _tag(image, SAMPLEFORMAT) == _SIGNED:
         raise InputError("signed 8-bit values, which Pillow reads as unsigned; add an offset and save them as unsigned")
     if image.has_transparency_data:
@@ -140,7 +139,12 @@ def orientation_of(image: Image.Image) -> int:
     return int(orientation) if orientation in _TURNS else 1
 
 
-def _upright(image: Image.Image) -> Image.Image:
+def is_min_is_white(image: Image.Image) -> bool:
+    """Return whether 0 is white in a TIFF file; Pillow inverts its values of up to 8 bits."""
+    return _tag(image, PHOTOMETRIC_INTERPRETATION) == 0
+
+
+def upright(image: Image.Image) -> Image.Image:
     """Load an image and turn it by its EXIF orientation, without writing EXIF as Pillow's own function does."""
     image.load()
     turn = _TURNS.get(orientation_of(image))  # none of TIFF, which Pillow has turned

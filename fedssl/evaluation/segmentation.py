@@ -9,8 +9,9 @@ Intersection over union is computed over all pixels of all test images. The mean
 a prediction, as in mmsegmentation. Ignored pixels count for nothing. A class of the test masks that no training mask
 has is never predicted: its value is 0.
 
-Masks are image files, columns of parquet files, or arrays of NPZ files, with the class of every pixel. A mask has the
-size of its image, and the same centered square of both is used. Masks are scaled to nearest pixels.
+Masks are image files, columns of parquet files, or arrays of NPZ files, with the class of every pixel. They are turned
+upright by their own EXIF orientation. A mask has the size of its image, and the same centered square of both is used.
+Masks are scaled to nearest pixels.
 """
 
 import math
@@ -32,7 +33,7 @@ from fedssl.datasets.decoding import Decoding, Encoded, open_source, unreadable_
 from fedssl.datasets.geometry import center_square
 from fedssl.datasets.image_index import ImageIndex
 from fedssl.datasets.manifest import names_image
-from fedssl.datasets.pixels import orientation_of, white_of_file
+from fedssl.datasets.pixels import is_min_is_white, orientation_of, upright, white_of_file
 from fedssl.datasets.raster import Raster
 from fedssl.encoders.base import Encoder
 from fedssl.encoders.tokens import TokenEncoder
@@ -133,9 +134,11 @@ def _open_mask(source: Any, decoding: Decoding) -> Image.Image:
                 raise InputError("it is a JPEG, whose compression changes class numbers; save masks as PNG")
             elif page.mode not in _MODES:
                 raise InputError(f"it has mode {page.mode}, but pixels are class numbers; save gray values")
+            elif page.mode != "1" and is_min_is_white(page):
+                raise InputError("white is 0 in this TIFF, whose class numbers programs invert or not; save it as PNG")
             else:
                 white = white_of_file(page)
-                values = np.asarray(page)
+                values = np.asarray(upright(page))
                 if page.mode == "L" and white < _MAX_CLASS:
                     values = np.rint(values * (white / _MAX_CLASS)).astype(np.uint8)
     if values.ndim != 2 or values.dtype.kind not in "uib" or values.min() < 0 or values.max() > _MAX_CLASS:

@@ -189,6 +189,26 @@ def test_masks_have_the_size_of_turned_images(form: str, dtype: str, channels: i
 
 
 @pytest.mark.parametrize(
+    ("orientation", "expected"),
+    [(2, [[3, 2, 1], [6, 5, 4]]), (3, [[6, 5, 4], [3, 2, 1]]), (6, [[4, 1], [5, 2], [6, 3]])],
+)
+def test_masks_are_turned_upright(orientation: int, expected: list[list[int]]):
+    content = turned("PNG", np.array([[1, 2, 3], [4, 5, 6]]), orientation)
+    found = _open_mask({"bytes": content}, Decoding(channels=3, size=4))
+    np.testing.assert_array_equal(np.asarray(found), expected)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_tiff_masks_with_inverted_gray_are_refused(dtype: str):
+    content = tiff(np.array([[0, 1], [2, 3]], dtype), photometric="miniswhite")
+    with pytest.raises(InputError, match="white is 0 in this TIFF"):
+        _open_mask({"bytes": content}, Decoding(channels=3, size=2))
+    bits = np.array([[False, True]])  # black is 0 for every program
+    content = tiff(~bits, photometric="miniswhite")
+    np.testing.assert_array_equal(np.asarray(_open_mask({"bytes": content}, Decoding(channels=3, size=2))), bits)
+
+
+@pytest.mark.parametrize(
     ("mask_of", "message"),
     [
         (lambda seed: (None, np.zeros((16, 20), np.uint8)), "a single class in training images"),
