@@ -29,6 +29,7 @@ from fedssl.classify.options import OUTPUTS, Options, check_outputs, classify_op
 from fedssl.classify.results import describe, prediction_rows, report
 from fedssl.classify.validation import train
 from fedssl.config.commands import run_with_overrides
+from fedssl.datasets.formats import is_zarr
 from fedssl.embedding import Embedder, Embeddings, load_embedder
 from fedssl.embedding.embeddings import embed_list, list_for, unit_features
 from fedssl.errors import InputError
@@ -122,8 +123,10 @@ def _label_next(
     if len(chosen) < min(options.label_next, len(rows), MAX_POOL):
         considered = f" of the {MAX_POOL:,} images that are considered" if len(rows) > MAX_POOL else ""
         hint += f"; the others{considered} are near duplicates of these or of labeled ones (cosine from {DUPLICATE})"
-    if any(place.part for place in pool.images.places(np.sort(pool.rows[chosen]))):
-        hint += "; some are parts of files: write their labels beside the images, not into this table"
+    places = pool.images.places(np.sort(pool.rows[chosen]))
+    files = [pool.images.root / place.file for place in places]
+    if any(place.part for place in places) or any(file.is_dir() and not is_zarr(file) for file in files):
+        hint += "; some are parts of files, or folders: write their labels beside the images, not into this table"
     elif len(chosen):
         hint += f"; once labeled, {_continuation(options, table)}"
     return chosen, hint

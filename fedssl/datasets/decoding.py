@@ -39,10 +39,7 @@ class Page(NamedTuple):
 class Bands(NamedTuple):
     """An image whose channels are in files of their own, of any resolutions."""
 
-    files: tuple[FilePath, ...]
-
-    def __str__(self) -> str:
-        return f"{self.files[0]} and {len(self.files) - 1} more bands"
+    files: tuple[FilePath, ...]  # of one folder
 
 
 Encoded = bytes | FilePath | Page | Bands  # the bytes of an image, its file, its page, or its files

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from fedssl.datasets.decoding import Decoding, Encoded, Page, Shape
+from fedssl.datasets.decoding import Bands, Decoding, Encoded, Page, Shape
 from fedssl.datasets.formats import is_zarr
 from fedssl.datasets.sample_checks import SAMPLE
 from fedssl.digests import identity, new_identity
@@ -31,7 +31,7 @@ BATCH = 16  # images per task of a decoding thread; small, since images may be l
 class Place(NamedTuple):
     """The file of an image, and its part: the number of a page or a row, or the key of a sample; empty for the file."""
 
-    file: FilePath
+    file: FilePath  # the folder of an image whose bands are files
     part: str = ""
 
     @property
@@ -253,14 +253,16 @@ class SequenceIndex(ImageIndex):
         return self.images[:: math.ceil(self.count / SAMPLE)]
 
     def places(self, rows: np.ndarray) -> list[Place]:
-        sources = (self.images[row] for row in rows)
-        return [
-            Place(source.file, str(source.number)) if isinstance(source, Page) else Place(str(source))
-            for source in sources
-        ]
+        return [_place_of(self.images[row]) for row in rows]
 
     def records(self) -> Sequence[Encoded]:
         return self.images
+
+
+def _place_of(source: Encoded) -> Place:
+    if isinstance(source, Page):
+        return Place(source.file, str(source.number))
+    return Place(str(Path(source.files[0]).parent) if isinstance(source, Bands) else str(source))
 
 
 def grouped_by_folder(files: Sequence[FilePath], root: Path) -> dict[str, Any]:

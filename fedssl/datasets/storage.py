@@ -71,11 +71,12 @@ def stamp(file: Path) -> list[int]:
 
 
 def can_be_read(file: FilePath) -> bool:
-    """Return whether a file can be read to its end."""
+    """Return whether a file can be read to its end, or all files of a folder, such as the bands of an image."""
     try:
-        with open_regular_file(file) as stream:
-            while stream.read(2**20):
-                pass
+        for path in filter(Path.is_file, Path(file).rglob("*")) if Path(file).is_dir() else [file]:
+            with open_regular_file(path) as stream:
+                while stream.read(2**20):
+                    pass
     except OSError:
         return False
     return True

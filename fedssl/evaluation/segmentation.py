@@ -104,8 +104,8 @@ def _mask_files(folder: Path, images: Sequence[str]) -> list[Path]:
     masks = {path.relative_to(folder).with_suffix("").as_posix(): path for path in files}
     found, missing = list[Path](), list[Path]()
     for image in images:
-        parts = PurePath(image).with_suffix("").parts
-        ends = ("/".join(parts[start:]) for start in range(len(parts)))
+        paths = (PurePath(image), PurePath(image).with_suffix(""))  # a folder of bands, or photo.jpg.png
+        ends = ("/".join(path.parts[start:]) for path in paths for start in range(len(path.parts)))
         mask = next((masks[end] for end in ends if end in masks), None)
         (missing if mask is None else found).append(mask or Path(image))
     if missing:

@@ -175,11 +175,17 @@ def _read_csv(
     if missing or not others:
         raise InputError(f"{file} has no column {shortened(missing)} after the first; it has {others}")
     table = _by_image(file, [row[0].strip() for row in lines], splits)
-    found = [[table.get(place.name) for place in _places(split)] for split in splits]
-    for split, numbers in zip(("training", "test"), found, strict=True):
+    found = list[list[int | None]]()
+    for split, images in zip(("training", "test"), splits, strict=True):
+        places = _places(images)
+        numbers = [table.get(place.name) for place in places]
+        found.append(numbers)
         unknown = numbers.count(None)
         if unknown == len(numbers):
-            raise InputError(f"{file} has no row of the {len(numbers)} {split} images; its first column has the files")
+            raise InputError(
+                f"{file} has no row of the {len(numbers)} {split} images; write their paths or names into its first "
+                f"column, such as {places[0].name if places else 'a.png'}"
+            )
         if unknown:
             log_once(logging.WARNING, f"{file} has no row for {unknown} of {len(numbers)} {split} images: not used")
     return {

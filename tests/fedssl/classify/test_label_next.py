@@ -178,8 +178,25 @@ def test_fewer_images_to_label_next_have_a_reason(run: Path, photos: Path) -> No
 def test_parts_of_files_have_no_labels_in_the_next_table(run: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "stack.npy", np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8))
     text = classify([f"run={run}", f"images={tmp_path / 'stack.npy'}", "label_next=2", f"next={tmp_path / 'n.csv'}"])
-    assert text.endswith("some are parts of files: write their labels beside the images, not into this table")
+    assert text.endswith(
+        "some are parts of files, or folders: write their labels beside the images, not into this table"
+    )
     assert ".npy[" in (tmp_path / "n.csv").read_text()
+
+
+def test_folders_of_bands_have_no_labels_in_the_next_table(run: Path, tmp_path: Path) -> None:
+    scenes = tmp_path / "scenes"
+    for number in range(3):
+        (scenes / f"S{number}").mkdir(parents=True)
+        for band in ("B02", "B03", "B04"):
+            values = np.random.default_rng(number).integers(0, 256, (8, 8), dtype=np.uint8)
+            Image.fromarray(values).save(scenes / f"S{number}" / f"{band}.png")
+    words = [f"run={run}", f"images={scenes}", "dataset.pages=channels", "label_next=2", f"next={tmp_path / 'n.csv'}"]
+    text = classify(words)
+    assert text.endswith(
+        "some are parts of files, or folders: write their labels beside the images, not into this table"
+    )
+    assert re.fullmatch(r"path,label\n\./scenes/S.,\n\./scenes/S.,\n", (tmp_path / "n.csv").read_text())
 
 
 def test_rows_without_a_label_are_labeled_next(run: Path, photos: Path) -> None:

@@ -1,15 +1,24 @@
 """Pages of files as images of a folder: their order, classes, splits, caches and storages."""
 
+import errno
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tifffile
+import torch
+from PIL import Image
 
-from fedssl.datasets import base, folder
+from fedssl.datasets import base, folder, storage
+from fedssl.datasets import pages as opened_files
 from fedssl.errors import InputError
+from fedssl.evaluation.protocol import make_evaluation_input
+from fedssl.evaluation.segmentation import read_masks
+from fedssl.evaluation.targets import as_numbers, read_targets
 from simulation.run import run
+from tests.fedssl.datasets.made import settings_of
 
 UNTESTED = {"local_epochs": 1, "evaluate_every": 0, "final_evaluation": "none", "measure_resources": "false"}
 STACK = np.random.default_rng(0).integers(0, 65536, (6, 8, 8), dtype=np.uint16)
@@ -163,4 +172,41 @@ def test_a_damaged_band_makes_its_image_unreadable(scenes):
     (scenes / "field" / "S2" / "S2_B03.tif").write_bytes(b"II*\0damaged")
     made = read(scenes, "channels", channels=3)
     assert made.labels.tolist() == [0, 0, 1]
-    assert "S2_B02.tif and 2 more bands" in made.warnings[0]
+    assert f"{scenes}/field/S2 (" in made.warnings[0]
+
+
+def test_bands_that_could_not_be_read_are_read_again(scenes, tmp_path, monkeypatch):
+    """A share that was offline for a while."""
+    monkeypatch.setattr("fedssl.datasets.cache.MIN_SECONDS_TO_CACHE", 0)
+    read_file = opened_files.open_regular_file
+
+    def fail(file, **limits):
+        if Path(file).name == "S2_B03.tif":
+            raise OSError(errno.EIO, "Input/output error", str(file))
+        return read_file(file, **limits)
+
+    for offline, count in ((True, 3), (True, 3), (False, 4)):
+        for module in (opened_files, storage):
+            monkeypatch.setattr(module, "open_regular_file", fail if offline else read_file)
+        base.forget_images()
+        assert len(read(scenes, "channels", channels=3, cache=str(tmp_path / "cache")).images) == count
+
+
+def test_folders_of_bands_have_targets_and_masks(scenes, tmp_path):
+    names = ["train/field/S0", "train/city/S1", "test/field/S2", "test/city/S3"]
+    for name in names:
+        (scenes / name).parent.mkdir(parents=True, exist_ok=True)
+        (scenes / name.partition("/")[2]).rename(scenes / name)
+    for number, name in enumerate(names):
+        mask = tmp_path / "masks" / f"{name}.png"
+        mask.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (16, 16), number).save(mask)
+    (scenes / "t.csv").write_text("scene,x\n" + "".join(f"{name},{i}\n" for i, name in enumerate(names)))
+    data = settings_of("folder", path=str(scenes), pages="channels", channels=3, size=8, folders="none")
+    data = replace(data, mean=(0.5,) * 3, std=(0.3,) * 3)
+    subject = make_evaluation_input(None, data, device=torch.device("cpu"), needs_labels=False)
+    targets = read_targets(subject, columns=None, file=str(scenes / "t.csv"), convert=as_numbers)
+    for images, expected in ((subject.train, targets.train), (subject.test, targets.test)):
+        masks = read_masks(images, str(tmp_path / "masks"))
+        numbers = images.images[:][:, 0, 0, 0].numpy() // 1000
+        assert masks[:, 0, 0].tolist() == numbers.tolist() == expected[:, 0].tolist()
