@@ -91,7 +91,7 @@ function safePath(text) {
 
 function csv() {
   const quoted = (text) => `"${String(text).replaceAll('"', '""')}"`;
-  const header = ["name", ...columns.map((of) => of.title), "distance_to_neighbors", "distance_to_center", "x", "y"];
+  const header = ["name", ...columns.map((of) => safeText(of.title)), "distance_to_neighbors", "distance_to_center", "x", "y"];
   const lines = [...selection].sort((one, other) => one - other).map((row) => [
     safePath(names[row]),
     ...columns.map((of) => (of.codes[row] === of.missing ? "" : safeText(textOf(of, row)))),

@@ -146,7 +146,7 @@ def test_the_selection_is_downloaded_as_csv(page: Page, tmp_path: Path):
         *(f"folder/{n}.png" for n in range(10, 20)),
         *(f"folder/{n}.png" for n in range(100, 150)),
     ]
-    assert rows[0]["=site"] == "'=1+0"  # a spreadsheet computes no formula
+    assert rows[0]["'=site"] == "'=1+0"  # a spreadsheet computes no formula
     assert {row["label"] for row in rows} == {"", "cat", "dog", HOSTILE_LABEL}
     assert float(rows[0]["distance_to_neighbors"]) == pytest.approx(page.evaluate("unusual[0]"), rel=1e-5)
     assert page.messages == []
