@@ -29,6 +29,10 @@ def method_of(settings):
     return context_of(settings).method
 
 
+def heads_of(settings):
+    return method_of(settings).predictor.transformer[0]._heads
+
+
 def delay_of(settings):
     work = Workload(client=1, round=2, flops=0.0, bytes_down=0, bytes_up=0)
     return make_virtual_time(context_of(settings)).client_time(work)
@@ -56,6 +60,7 @@ STAGES = "schedule=layer_wise rounds=8"  # two rounds for each of the four stage
         (IJEPA, "augmentation.views.0.mask.context_scale", [0.5, 0.75], lambda s: mask_of(s).context_scale, None),
         (IJEPA, "augmentation.views.0.mask.target_scale", [0.125, 0.25], lambda s: mask_of(s).target_scale, None),
         (IJEPA, "method.predictor_depth", 2, lambda s: len(method_of(s).predictor.transformer) - 1, None),
+        (IJEPA, "method.predictor_heads", 2, heads_of, None),
         ("method=fed_align_uniform", "method.uniformity_weight", 0.3, lambda s: method_of(s).uniformity_weight, None),
         ("method=ssd", "method.uniformity_weight", 0.3, lambda s: method_of(s).uniformity_weight, None),
         ("method=ssd", "method.separation_weight", 0.3, lambda s: method_of(s).separation_weight, None),
