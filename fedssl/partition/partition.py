@@ -3,6 +3,7 @@
 Long-tailed classes of the clients' images are those of Cao et al. (NeurIPS 2019, LDAM: CIFAR-10-LT).
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -155,13 +156,14 @@ def clients_of_rows(parts: Iterable[np.ndarray], num_rows: int) -> np.ndarray:
     return clients
 
 
-def server_indices(num_images: int, *, share: float, seed: int) -> np.ndarray:
+def server_indices(num_images: int, *, share: float, seed: int, min_images: int = MIN_IMAGES) -> np.ndarray:
     """Draw the sorted indices of the server's ``share`` of the images for its calibration, as a pure function."""
     size = round(share * num_images) if 0 < share <= 1 else 0
-    if size < MIN_IMAGES:
+    if size < min_images:
+        enough = max(math.ceil(100 * min_images / max(num_images, 1)) / 100, 0.1)
         raise InputError(
             f"calibration.share={share} of {num_images} images gives the server {size}, but it needs at least "
-            f"{MIN_IMAGES}; set calibration.share=0.1"
+            f"{min_images}; {f'set calibration.share={enough:g}' if enough <= 1 else 'add images'}"
         )
     return np.sort(numpy_generator(seed, "auxiliary").choice(num_images, size=size, replace=False))
 

@@ -67,7 +67,8 @@ class Calibration(Mod):
                 "set calibration.dataset.size and calibration.dataset.channels to the same"
             )
         self._images = images  # no copy of the share, which may not fit into memory
-        self._rows = torch.from_numpy(server_indices(len(images), share=settings.share, seed=seed))
+        rows = server_indices(len(images), share=settings.share, seed=seed, min_images=method.min_batch_size)
+        self._rows = torch.from_numpy(rows)
         self._training = replace(training, regularizer=Regularizer(), epochs=settings.epochs)
 
     @classmethod
