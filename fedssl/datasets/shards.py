@@ -67,7 +67,7 @@ def shard_table(file: Path) -> pa.Table:
     return _table(file, file.stat().st_mtime_ns)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=2**14)  # every column of a data set is read shard by shard
 def _table(file: Path, _modified: int) -> pa.Table:
     if is_compressed(file):
         log_once(logging.INFO, f"{file} is decompressed from its start to find its images; gunzip it once")
