@@ -64,7 +64,7 @@ def step_cost(
 ) -> StepCost:
     """Measure a step of ``method`` with its active stages.
 
-    The method, the optimizer, the regularizer and all random generators remain unchanged. ``images`` are at least two,
+    The method, the optimizer, the regularizer and all random generators remain unchanged. ``images`` are
     ``(batch, channels, height, width)``, uint8, on the method's device; their content has no effect. Epochs and batch
     size of ``training`` are ignored. ``labels`` as in `fedssl.training.train`. If a GPU has too little memory, a step
     on the CPU is measured.
@@ -107,7 +107,9 @@ def _step_cost(method: SSLMethod, *, images: Tensor, training: LocalTrainer, lab
                 )
 
             copied.targets(source, torch.arange(len(images)))  # computed once per image, so no part of a step
-            step(WARMUP_IMAGES)  # creates what persists from step to step, such as the optimizer's state
+            step(
+                min(WARMUP_IMAGES, len(images))
+            )  # creates what persists from step to step, such as the optimizer's state
             memory.reset_peak()
             flops = count_flops()
             with flops:

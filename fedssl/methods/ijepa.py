@@ -65,6 +65,7 @@ class IJEPA(EMAMethod):
     target_encoder: TokenEncoder
     accepted_views = AcceptedViews(min_global=1, max_global=1, masks=("multi_block",), augmentation="ijepa")
     masks_patches = True
+    min_batch_size = 1  # patches of an image predict each other, and layer normalization needs no other image
     regularized_parts = ()
     cuda_graph_safe = False  # see the module
     failure_modes = (

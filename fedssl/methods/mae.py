@@ -66,6 +66,7 @@ class MAE(SSLMethod):
     encoder: TokenEncoder
     accepted_views = AcceptedViews(min_global=1, max_global=1, masks=("random",), augmentation="mae")
     masks_patches = True
+    min_batch_size = 1  # patches of an image predict each other, and layer normalization needs no other image
     regularized_parts = ()
     failure_modes: tuple[FailureMode, ...] = (
         FailureMode(

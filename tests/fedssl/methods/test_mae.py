@@ -12,7 +12,7 @@ from fedssl.methods.mae import MAE, equal_mask, explained_variance
 from fedssl.model_arrays import exchanged_layers, exchanged_names, load_layers
 from fedssl.schedule.stages import set_active_stages
 from fedssl.seeding import torch_generator
-from fedssl.step_cost import count_flops
+from fedssl.step_cost import count_flops, step_cost
 from fedssl.training import LocalTrainer, train
 from fedssl.views import View, Views
 from server_app.collapse_monitor import CollapseMonitor
@@ -208,3 +208,21 @@ def test_the_patches_of_masks_are_those_of_the_encoder(tmp_path):
     sentence = "^augmentation.views.0.mask.patch=4 but encoder.patch=2; leave augmentation.views"
     with pytest.raises(InputError, match=sentence):
         Federation(tmp_path, *MAE_ON_DIGITS, views)
+
+
+@pytest.mark.parametrize("name", ["mae", "ijepa"])
+def test_clients_with_one_image_train(tmp_path, name):
+    """Patches of an image predict each other."""
+    overrides = [*overrides_of(name), "dataset.limit=3", "strategy=fedavg"]
+    federation = Federation(tmp_path, *overrides)
+    before = federation.method.state_dict()["encoder.conv_proj.weight"].clone()
+    layers = federation.run(1)
+    assert [row.examples for row in federation.report.clients] == [1, 1, 1]
+    assert not torch.equal(torch.from_numpy(layers["encoder.conv_proj.weight"]), before)
+    method = build_method(federation.settings.model)
+    training = LocalTrainer.build(federation.settings.training, method)
+    cost, costs = (
+        step_cost(method, images=torch.zeros(number, 1, 8, 8, dtype=torch.uint8), training=training)
+        for number in (1, 4)
+    )
+    assert cost.flops_per_image == pytest.approx(costs.flops_per_image, rel=0.5)  # I-JEPA draws the sizes of masks
