@@ -1,6 +1,6 @@
 """The gap between FedAvg and centralized training, one factor at a time, as a table and a waterfall.
 
-    uv run python -m benchmarks.gap --seeds 0 1 2 --figure docs/gap.png
+    uv run python -m benchmarks.gap --seeds 0 1 2 --figure docs/figures/gap.png
     uv run python -m benchmarks.gap --data cifar10 dataset=cifar10 'dataset.path=/my/cifar10/*' dataset.limit=5000
 
 All cases of a seed have the same images, initial weights and number of passes, ten epochs of four rounds with the

@@ -1,6 +1,6 @@
 """Effect of aggregation on the norms of layers: tables and a figure from runs that kept all checkpoints.
 
-    uv run python benchmarks/layer_norms.py RUNS... --figure docs/layer_norms.png
+    uv run python benchmarks/layer_norms.py RUNS... --figure docs/figures/layer_norms.png
 
 There are three kinds of layers. Layers before batch normalization (convolutions, and linear layers inside a head) can
 be scaled without changing the network's output; with a smaller norm, the same optimizer step changes their direction
