@@ -30,6 +30,7 @@ RECONNECT_TIMEOUT = 120.0  # seconds in which a SuperLink may restart
 POLL_SECONDS = 1.0
 START_SECONDS = 60.0  # in which a run should start
 STOP_TIMEOUT = 30.0  # seconds
+FILES = ("root_certificates", "signing_key", "signing_certificate")  # settings of the engine
 
 
 def validate(settings: Settings) -> None:
@@ -69,7 +70,7 @@ def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> Path 
     unmet = unmet_requirements(APP)
     if unmet:
         raise InputError(f"{unmet}; install them with pip install -e {APP}, and restart the SuperLink")
-    for name in ("root_certificates", "signing_key", "signing_certificate"):
+    for name in FILES:
         file = getattr(engine, name)
         if file:  # absolute, because the ServerApp has another working directory
             overrides = [*overrides, f"engine.{name}={quote_value(file)}"]
@@ -167,10 +168,12 @@ class _Run:
 
     @property
     def resume_command(self) -> str:
-        address, certificates = self._engine.address, self._engine.root_certificates
-        tls = [f"engine.root_certificates={quote_value(certificates)}"] if certificates else []
-        resume = f"resume={quote_value(self.folder or 'FOLDER')}"
-        return shell_command(["engine=deployment", f"engine.address={quote_value(str(address))}", *tls, resume])
+        # engine=deployment replaces all that the run folder has of the engine.
+        values = {name: getattr(self._engine, name) for name in ("address", *FILES)}
+        own = [f"engine.{name}={quote_value(str(value))}" for name, value in values.items() if value]
+        if (every := self._engine.deliver_every) != 0:
+            own.append(f"engine.deliver_every={'null' if every is None else every}")
+        return shell_command(["engine=deployment", *own, f"resume={quote_value(self.folder or 'FOLDER')}"])
 
 
 def _raise_on_failure(status: control_internals.RunStatus, run: _Run) -> None:

@@ -200,3 +200,14 @@ def test_the_superlink_may_restart_twice_before_a_run_starts(monkeypatch, capsys
     run = deployment._Run(None, 7, engine=EngineSettings(name="deployment", address="127.0.0.1:8000"))
     assert run.follow().sub_status == "completed"
     assert capsys.readouterr().out.count("has not started") == 1
+
+
+@pytest.mark.parametrize("every", ["0", "2", "null"])
+def test_the_resuming_command_keeps_all_settings_of_the_engine(every, tmp_path):
+    """Without the signing key every device would refuse the encoder of the resumed run."""
+    files = {"root_certificates": "ca.crt", "signing_key": "server.key", "signing_certificate": "server.crt"}
+    own = [f"engine.{name}={tmp_path / file}" for name, file in files.items()]
+    engine = compose(["engine=deployment", *own, f"engine.deliver_every={every}"]).engine
+    command, *words = deployment._Run(None, 1, engine=engine).resume_command.split()
+    assert (command, words[0], words[-1]) == ("fedssl", "engine=deployment", "resume=FOLDER")
+    assert compose(words[:-1]).engine == engine
