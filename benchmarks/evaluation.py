@@ -14,6 +14,7 @@ lack 0.4 points.
 """
 
 import statistics
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.common import make_parser
+from fedssl.command_line import run_command
 from fedssl.config.load import compose
 from fedssl.config.overrides import quote_value
 from fedssl.evaluation.features import accuracy
@@ -117,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command("evaluation", main))

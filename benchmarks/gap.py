@@ -19,6 +19,7 @@ epoch per round, and both ends with group norm. Repeat the command to continue; 
 """
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -287,6 +288,13 @@ def draw(rows: dict[str, dict[int, Row]], name: str, file: Path) -> None:
     write_png(figure, file, dpi=110)
 
 
+def check_names(data: str, overrides: Sequence[str]) -> None:
+    """Exit if rows of some images would have the name of others."""
+    if (data == "digits") == bool(overrides):
+        found = f"the overrides {' '.join(overrides)}" if overrides else "no overrides, which are the digits"
+        sys.exit(f"gap: --data {data} with {found}; give --data NAME and overrides, or neither, for the digits")
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("overrides", nargs="*", help="of the images, e.g. dataset=cifar10 dataset.path=... (digits)")
@@ -297,6 +305,7 @@ def main() -> None:
     parser.add_argument("--result", default="linear", help="the result in the figure")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    check_names(options.data, options.overrides)
     overrides = options.overrides or ["dataset=digits"]
     for seed in options.seeds:
         for case in options.cases:
@@ -309,6 +318,9 @@ def main() -> None:
                     f"seed {seed}, {name}:", *(f"{key} {100 * value:.1f}" for key, value in results.items()), flush=True
                 )
     rows = read(options.data)
+    needed = ("centralized", *CHAIN.values()) if options.figure else ("centralized",)
+    if missing := [case for case in needed if not rows[case]]:
+        sys.exit(f"gap: {options.data} has no rows of {', '.join(missing)}; repeat the command with all --cases")
     print(table(rows))
     if options.figure:
         draw(rows, options.result, options.figure)

@@ -7,10 +7,12 @@ differ only in their seed, which alone are independent; then over these of each 
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 
+from fedssl.command_line import run_command
 from fedssl.evaluation.scores import Score
 from fedssl.runs.catalog import goodness, readable_runs
 from fedssl.runs.groups import group_by_seed
@@ -53,4 +55,4 @@ def split(groups: Sequence[Sequence[Run]], key: Callable[[Run], str]) -> list[tu
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command("label_free", main))

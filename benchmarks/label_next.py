@@ -9,7 +9,9 @@ equal numbers per class are labeled, and as many are chosen in addition: random,
 """
 
 import argparse
+import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from statistics import mean
 
 import numpy as np
@@ -17,9 +19,11 @@ import torch
 
 from fedssl.classify.classifier import Classifier, best_penalty, fit
 from fedssl.classify.label_next import next_to_label
+from fedssl.command_line import run_command
 from fedssl.config.load import compose
 from fedssl.datasets.base import load_split
 from fedssl.embedding.embeddings import unit_features
+from fedssl.errors import InputError
 from fedssl.evaluation.features import extract, pixels
 from fedssl.evaluation.sampling import sample_per_class
 from fedssl.evaluation.scores import Score
@@ -46,11 +50,19 @@ def choose(x: np.ndarray, known: np.ndarray, count: int, kind: str, model: Class
     return pool[next_to_label(unit[pool], unit[known], count=count, margins=margins, seed=seed)]
 
 
+def encoders_of(words: Sequence[str]) -> list[str]:
+    """Return the arguments that are no overrides; raises `InputError` without any."""
+    encoders = [word for word in words if "=" not in word]
+    if not encoders:
+        raise InputError("no encoder is given; name encoder.pt of one or more runs before the overrides")
+    return encoders
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="+", help="encoders, and overrides of the data set")
     words = parser.parse_args().words
-    encoders = [word for word in words if "=" not in word]
+    encoders = encoders_of(words)
     data = compose([word for word in words if "=" in word]).data
     train, test = load_split(data, "train"), load_split(data, "test")
     assert train is not None
@@ -93,4 +105,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     with torch.no_grad():
-        main()
+        sys.exit(run_command("label_next", main))

@@ -8,6 +8,7 @@ more. For scales of batch normalization and the last layer of a head, a smaller 
 (biases) start at or near 0 and are learned slowly. docs/strategies.md discusses the results.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import nn
 
 from benchmarks.common import make_parser
 from fedssl.arrays import Layers
+from fedssl.command_line import run_command
 from fedssl.config.load import compose
 from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import exchanged_layers
@@ -182,4 +184,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main()
+    sys.exit(run_command("layer_norms", main))

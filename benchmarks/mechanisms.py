@@ -7,6 +7,7 @@ Strengths are means over rounds, clients and seeds; the difference from FedAvg i
 `tests/strategies/test_mechanisms.py` has synthetic cases in which each mechanism must act.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from statistics import mean, pstdev
 
 from benchmarks.common import make_parser
 from client_app.state_store import read_state
+from fedssl.command_line import run_command
+from fedssl.errors import InputError
 from fedssl.report.significance import compare
 from fedssl.runs.jsonl import read_jsonl
 from fedssl.runs.run import Run, read_run
@@ -80,7 +83,7 @@ MECHANISMS: dict[str, Callable[[Run, Run], dict[str, float]]] = {
 
 
 def mechanism_table(folder: Path) -> str:
-    """Return the table of the mechanisms with finished runs of two seeds."""
+    """Return the table of the mechanisms with finished runs of two seeds; raises `InputError` without any."""
     lines = [["row", "mechanism", *RESULTS, "seeds"]]
     for row, measure in MECHANISMS.items():
         pairs = [pair for seed in range(5) if (pair := _pair(folder, row, seed))]
@@ -89,6 +92,11 @@ def mechanism_table(folder: Path) -> str:
             texts = [name.format(mean(each[name] for each in strengths)) for name in strengths[0]]
             cells = [_difference(pairs, name) for name in RESULTS]
             lines.append([row.replace("-", " ", 1), ", ".join(texts), *cells, str(len(pairs))])
+    if len(lines) == 1:
+        raise InputError(
+            f"{folder} has no finished runs of two seeds of a row and of FedAvg; give the folder of suite digits, "
+            "such as runs/bench/digits"
+        )
     return markdown(lines, left=2)
 
 
@@ -105,7 +113,11 @@ def _difference(pairs: Sequence[tuple[Run, Run]], name: str) -> str:
     return f"{found.mean:+.1f} ({found.low:+.1f} to {found.high:+.1f})"
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path, help="of the suite's runs")
     print(mechanism_table(parser.parse_args().folder))
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("mechanisms", main))

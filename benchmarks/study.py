@@ -23,7 +23,7 @@ from statistics import mean, stdev
 from benchmarks.common import make_parser
 from benchmarks.fedssl_bench.results import machine
 from benchmarks.fedssl_bench.running import Job, Runner
-from benchmarks.fedssl_bench.studies import STUDIES, StudyJob
+from benchmarks.fedssl_bench.studies import STUDIES, Study, StudyJob
 from benchmarks.layer_norms import RunNorms
 from fedssl.atomic_files import write_text
 from fedssl.plots.style import new_figure, write_png
@@ -210,6 +210,22 @@ def draw(study: str, entries: Sequence[Entry], file: Path, part: str) -> None:
     write_png(figure, file, dpi=110)
 
 
+def check_selection(study: Study, **selected: Sequence[object] | None) -> None:
+    """Exit if a selected part, row, rate or seed is not in the study."""
+    parts = study.parts.values()
+    known: dict[str, dict[object, None]] = {
+        "parts": dict.fromkeys(study.parts),
+        "rows": dict.fromkeys(row for part in parts for row in part.rows),
+        "rates": dict.fromkeys(rate for part in parts for rate in part.rates),
+        "seeds": dict.fromkeys(seed for part in parts for seed in part.seeds),
+    }
+    for name, values in selected.items():
+        for value in values or ():
+            if value not in known[name]:
+                listed = ", ".join(map(repr, known[name]))
+                sys.exit(f"study: --{name} {value!r} is not in the study; choose from {listed}")
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("study", choices=STUDIES)
@@ -228,6 +244,7 @@ def main() -> None:
     study, root = STUDIES[options.study], options.folder.absolute()
     if study.needs_data and options.minutes and not options.data:
         sys.exit(f"{options.study} needs images; add --data '/my/cifar10/*.parquet'")
+    check_selection(study, parts=options.parts, rows=options.rows, rates=options.rates, seeds=options.seeds)
     end = time.monotonic() + 60 * options.minutes
     for part in study.parts if options.minutes else ():
         if options.parts and part not in options.parts:

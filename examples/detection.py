@@ -191,6 +191,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     try:
+        if arguments.steps < 1:
+            raise InputError(f"--steps {arguments.steps} is too small; give at least 1")
         encoder = load_encoder(arguments.encoder)
         seed_torch(arguments.seed, torch.device("cpu"))
         if arguments.scratch:

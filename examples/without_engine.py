@@ -26,8 +26,7 @@ def view(images: Tensor) -> Tensor:
     padded = nn.functional.pad(images / 255, (1, 1, 1, 1))
     moves = torch.randint(3, (len(images), 2)).tolist()
     moved = torch.stack([image[:, y : y + 8, x : x + 8] for image, (y, x) in zip(padded, moves, strict=True)])
-    brightness = torch.empty(len(images), 1, 1, 1).uniform_(0.6, 1.4)
-    return (brightness * moved + 0.1 * torch.randn_like(moved) - MEAN) / STD
+    return (torch.empty(len(images), 1, 1, 1).uniform_(0.6, 1.4) * moved + 0.1 * torch.randn_like(moved) - MEAN) / STD
 
 
 def train(network: nn.Module, images: Tensor) -> dict[str, Tensor]:
@@ -75,4 +74,6 @@ def main(rounds: int) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1 and not sys.argv[1].isdecimal():
+        sys.exit(f"ROUNDS={sys.argv[1]} is not a number of rounds; give one, such as 20")
     main(rounds=int(sys.argv[1]) if len(sys.argv) > 1 else 20)

@@ -67,3 +67,19 @@ def test_differences_are_paired_by_seed():
     stored = {"centralized": rows({0: 0.5, 1: 0.7}), "fedavg": rows({0: 0.4, 1: 0.4, 2: 0.9})}
     assert gaps(stored, "centralized", "fedavg", "knn") == pytest.approx([-10, -30])
     assert "-20.0 ± 14.1" in table(stored)
+
+
+@pytest.mark.parametrize("arguments", [["--data", "cifar10"], ["dataset=cifar10"]])
+def test_rows_of_other_images_have_another_name(arguments, monkeypatch):
+    """The images without overrides are the digits, and rows without --data are theirs."""
+    monkeypatch.setattr("sys.argv", ["gap.py", *arguments])
+    monkeypatch.setattr(gap, "run", lambda *_: pytest.fail("it trained"))
+    with pytest.raises(SystemExit, match="give --data NAME and overrides, or neither, for the digits"):
+        gap.main()
+
+
+def test_a_table_without_centralized_training_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(gap, "ROWS", tmp_path / "gap.jsonl")
+    monkeypatch.setattr("sys.argv", ["gap.py", "--seeds"])
+    with pytest.raises(SystemExit, match="digits has no rows of centralized; repeat the command with all --cases"):
+        gap.main()

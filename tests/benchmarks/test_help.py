@@ -22,3 +22,17 @@ def test_help(script, capsys, monkeypatch):
         runpy.run_path(str(script), run_name="__main__")
     assert end.value.code == 0
     assert "--help" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments", [["evaluation", "x.pt", "x"], ["label_free", "x"], ["label_next", "dataset=digits"]]
+)
+def test_wrong_arguments_are_refused_in_one_sentence(arguments, capsys, monkeypatch, tmp_path):
+    name, *rest = arguments
+    (script,) = (script for script in SCRIPTS if script.stem == name)
+    monkeypatch.setattr(sys, "argv", [str(script), *rest])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(script), run_name="__main__")
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith(f"{name}: ")

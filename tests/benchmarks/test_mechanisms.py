@@ -5,9 +5,10 @@ import re
 import pytest
 
 from benchmarks.fedssl_bench.results import RESULTS, read
-from benchmarks.mechanisms import MECHANISMS
+from benchmarks.mechanisms import MECHANISMS, mechanism_table
 from benchmarks.mechanisms import RESULTS as PROTOCOLS
 from fedssl.config.overrides import CONF
+from fedssl.errors import InputError
 from fedssl.report.significance import compare
 
 
@@ -26,3 +27,8 @@ def test_recorded_differences_are_those_of_the_results(row):
     line = re.search(rf"^\| {method} {rule} \|.*\|$", page, flags=re.M)
     assert line is not None
     assert line[0].split(" | ")[2:] == [*cells, f"{len(pairs)} |"]
+
+
+def test_a_folder_without_runs_of_the_suite_is_refused(tmp_path):
+    with pytest.raises(InputError, match="has no finished runs of two seeds.*such as runs/bench/digits"):
+        mechanism_table(tmp_path)

@@ -108,3 +108,10 @@ def test_norms_of_several_models_are_their_means(tmp_path):
     assert made.layers[name][1] == pytest.approx(sum(norms) / 2, rel=1e-4)
     assert made.rounds == [1]
     assert all(len(values) == 2 for values in made.norms.values())
+
+
+@pytest.mark.parametrize("option", [["--parts", "alpha"], ["--rows", "fedprox"], ["--rates", "0.5"], ["--seeds", "7"]])
+def test_a_selection_that_the_study_lacks_is_refused(option, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["study.py", "digits", "--minutes", "0", *option])
+    with pytest.raises(SystemExit, match=rf"^study: {option[0]} .* is not in the study; choose from "):
+        study.main()

@@ -56,6 +56,12 @@ def test_the_command_prints_recall_and_precision(detector, encoder, monkeypatch,
     assert re.fullmatch(pattern, capsys.readouterr().out)
 
 
+def test_a_detector_without_steps_is_refused(encoder, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["detection.py", str(encoder), "--steps", "0"])
+    with pytest.raises(SystemExit, match="--steps 0 is too small; give at least 1"):
+        detection.main()
+
+
 def test_recall_and_precision_by_hand() -> None:
     """Of all shapes one is detected, twice; another box has a wrong class, and one a low score."""
     _, targets = detection.batch(torch_generator(0, "test"), 2, channels=3, size=32)

@@ -1,4 +1,5 @@
 import re
+import runpy
 import subprocess
 import sys
 from functools import partial
@@ -27,6 +28,13 @@ def test_probes_are_printed_and_the_script_is_short(monkeypatch, capsys):
     assert [line.split()[0] for line in lines] == ["pixels", "untrained", "federated"]
     assert all(re.fullmatch(r"\w+ +knn [\d.]+% linear [\d.]+%", line) for line in lines)
     assert lines[1].split()[1:] != lines[2].split()[1:]
+
+
+@pytest.mark.parametrize("rounds", ["x", "-1", "--help"])
+def test_wrong_numbers_of_rounds_are_refused(rounds, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["without_engine.py", rounds])
+    with pytest.raises(SystemExit, match=f"ROUNDS={rounds} is not a number of rounds"):
+        runpy.run_path(without_engine.__file__, run_name="__main__")
 
 
 USE = """
