@@ -6,6 +6,7 @@ The setting ``dataset.cache`` is the folder of all caches: ``auto`` is ``$XDG_CA
 """
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -28,7 +29,7 @@ from fedssl.datasets.storage import Storage
 from fedssl.datasets.stores import Pixels, Records
 from fedssl.digests import new_identity
 from fedssl.locks import is_locked
-from fedssl.logs import log
+from fedssl.logs import log, log_once
 from fedssl.machine.memory import available_memory, gigabytes
 
 MIN_SECONDS_TO_CACHE = 1.0  # estimated decoding time from which a file pays
@@ -71,7 +72,10 @@ def read_images(index: ImageIndex, *, cache: str | None, storage: str) -> ImageD
 def _read(index: ImageIndex, *, cache: str | None, storage: str) -> tuple[ImageSource, Storage]:
     name, seconds = _identity(index)
     if cache is not None and seconds >= MIN_SECONDS_TO_CACHE:
-        return _open_or_make(index, cache_folder(cache) / name, storage=storage, required=cache != "auto")
+        folder = cache_folder(cache)
+        if folder is not None:
+            return _open_or_make(index, folder / name, storage=storage, required=cache != "auto")
+        log_once(logging.WARNING, "this user has no home folder: every process decodes the images; set dataset.cache")
     key, before = (name, storage), decoded.pop(index.name, None)
     if before is None or before[0] != key or before[2].failed:
         before = None  # its memory is free before others are decoded
@@ -119,11 +123,14 @@ def has_room(needed: int, folder: Path | None) -> bool:
     return True
 
 
-def cache_folder(location: str) -> Path:
-    """Return the folder that ``dataset.cache`` names."""
+def cache_folder(location: str) -> Path | None:
+    """Return the folder that ``dataset.cache`` names; None if "auto" has none, as for a user without a home folder."""
     if location != "auto":
         return user_path(location)
-    return Path(os.environ.get("XDG_CACHE_HOME") or user_path("~/.cache")) / "fedssl"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or user_path("~/.cache")) / "fedssl"
+    except RuntimeError:
+        return None
 
 
 def _identity(index: ImageIndex) -> tuple[str, float]:

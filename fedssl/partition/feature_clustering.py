@@ -181,14 +181,15 @@ def _bytes_of(encoder: str) -> bytes:
 
 
 def _cached(images: ImageSubset, settings: tuple[Any, ...], make: Callable[[], np.ndarray]) -> np.ndarray:
-    if images.cache is None:
+    folder = None if images.cache is None else cache_folder(images.cache)
+    if folder is None:
         return make()
     versions = [version(name) for name in ("numpy", "torch", "scikit-learn")]
     hashed = new_identity(repr((settings, images.source.shape, versions)).encode())
     hashed.update(images.rows.numpy().data)
     for chunk in images.source.chunks(_CHUNK):
         hashed.update(chunk.contiguous().numpy().data)
-    file = cache_folder(images.cache) / "clusters" / f"{hashed.hexdigest()[:32]}.npz"
+    file = folder / "clusters" / f"{hashed.hexdigest()[:32]}.npz"
     stored = _read(file, len(images), settings[0])
     if stored is not None:
         return stored

@@ -1,5 +1,6 @@
 """Runs on the engine of their settings, and what is refused before they start."""
 
+import pwd
 import shutil
 
 import pytest
@@ -41,6 +42,16 @@ def test_settings_are_composed_once_and_saved_once(tmp_path, monkeypatch):
     assert {f"dataset.path='{tmp_path / 'images'}'", "partition=iid"} <= set(overrides)
     assert "dataset.path=images" not in overrides
     assert OmegaConf.load(folder / "choices.yaml").partition == "iid"
+
+
+def test_a_run_needs_no_home_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # a container's user without an entry
+    write_images(tmp_path / "images", 12)
+    data = ["dataset=folder", f"dataset.path={tmp_path / 'images'}", "dataset.size=8", "partition=iid"]
+    run([*QUICK[:2], *QUICK[3:], *data, "rounds=1", "engine=local", f"output_dir={tmp_path / 'run'}"])
+    assert read_summary(tmp_path / "run")["status"] == "finished"
 
 
 def test_a_program_reads_changed_images_again(tmp_path):

@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import pwd
 import shutil
 import signal
 import subprocess
@@ -192,6 +193,15 @@ def test_a_complete_cache_needs_no_lock_and_no_write_permission(images, location
     finally:
         location.chmod(0o700)
         only(location).chmod(0o700)
+
+
+def test_without_a_home_folder_images_stay_in_memory(images, location, monkeypatch, caplog, log_again):
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # a container's user without an entry
+    found = load(images, "folder", "auto", storage="decoded")
+    assert "this user has no home folder" in caplog.text
+    assert same(found, load(images, "folder", location, storage="decoded"))
 
 
 NEEDED = 48 * 3 * 20 * 20  # bytes of the images of the split, 60 less a fifth
