@@ -22,7 +22,7 @@ from fedssl.config.targets import SEARCHPATH_KEY
 from fedssl.errors import InputError, RunError, sanitize
 from fedssl.report.accuracy_table import NOT_FINISHED, sweep_results
 from fedssl.runs.run import LOCK_FILE, acquire_lock, is_locked, read_run, read_summary, write_summary
-from simulation.sweep_progress import SweepProgress
+from simulation.sweep_progress import SweepProgress, print_line
 from simulation.sweep_state import FOLDER_KEY, PATH_KEY, STATE_FILE, Job
 
 Runner = Callable[[Sequence[str]], object]  # runs or resumes a run with these overrides
@@ -177,7 +177,7 @@ def run_jobs(batches: Iterable[JobWave], run: Runner, progress: SweepProgress) -
     """Run jobs one after the other."""
     for batch in batches:
         for job in batch.jobs:
-            print(f"\n{job.name} {' '.join(job.overrides)}", flush=True)
+            print_line(f"\n{job.name} {' '.join(job.overrides)}")
             progress.end(job.folder, run_job(job, run, until=batch.until), work=batch.work)
 
 

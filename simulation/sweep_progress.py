@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -46,12 +46,12 @@ class SweepProgress:
         if reason is not None or run.finished:
             self._ended.add(folder)
         outcome = f"failed: {reason}" if reason is not None else self._outcome(run)
-        print(f"[job {folder.name}] {outcome}\n  {self.line()}", flush=True)
+        print_line(f"[job {folder.name}] {outcome}\n  {self.line()}")
 
     def prune(self, folder: Path, reason: str) -> None:
         """Print why a job does not continue."""
         self._ended.add(folder)
-        print(f"[job {folder.name}] {reason}", flush=True)
+        print_line(f"[job {folder.name}] {reason}")
 
     def line(self) -> str:
         """Return the progress of the sweep in one line."""
@@ -98,6 +98,12 @@ class SweepProgress:
             table.add_row(*map(Text, (folder.name, _rounds(folder), sanitize(" ".join(overrides)))))
         waiting = len(running) - len(rows)
         return Group(table, Text(f"{len(rows)} running, {waiting} waiting, {self.line()}"))
+
+
+def print_line(text: str) -> None:
+    """Print a line of a sweep, whose jobs go on if standard output is closed or its disk is full."""
+    with suppress(OSError):
+        print(text, flush=True)
 
 
 def _rounds(folder: Path) -> str:

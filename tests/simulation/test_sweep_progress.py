@@ -1,10 +1,15 @@
 """Progress of a sweep: the lines of ended jobs, the time left, and the live table of a terminal."""
 
+import errno
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
+from simulation.sweep import JobWave, run_jobs
 from simulation.sweep_progress import SweepProgress
+from simulation.sweep_state import Job
 
 
 @pytest.fixture
@@ -56,3 +61,14 @@ def test_no_live_table_without_a_terminal(tmp_path, capsys):
     with SweepProgress([tmp_path / "0"]).live(dict):
         pass
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.EIO, "Input/output error")])
+def test_a_closed_terminal_does_not_end_a_sweep(tmp_path, monkeypatch, error):
+    def fail(text):
+        raise error
+
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=fail, flush=lambda: None))
+    progress, ran = SweepProgress([tmp_path / "0", tmp_path / "1"]), []
+    run_jobs([JobWave([Job(tmp_path / number, ()) for number in "01"])], ran.append, progress)
+    assert len(ran) == 2
