@@ -137,14 +137,23 @@ def run_command(name: str, command: Callable[[], int | None]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt) or _received:  # an import that was interrupted may raise any error
             return _print_stop(name, str(error) if isinstance(error, KeyboardInterrupt) else "")
+        if isinstance(error, OSError):
+            _discard_unwritten()
         if isinstance(error, BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         shown = shown_error(error)
         if isinstance(shown, InputError | RunError):
             return _print_error(f"{name}: {shown}", status=2 if isinstance(shown, InputError) else 1)
         raise
     return status or 0
+
+
+def _discard_unwritten() -> None:
+    """Discard what standard output does not take, or the end of the interpreter prints a traceback."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def shown_error(error: Exception) -> Exception | None:

@@ -109,12 +109,16 @@ class PlainConsole:
 
 
 class _LogLines(logging.StreamHandler[TextIO]):
-    """Handler that writes to the null device once its stream is closed, as after ``| head -1``: ``run.log`` has all."""
+    """Handler that writes to the null device once its stream is closed, as after ``| head -1``: ``run.log`` has all.
+
+    Lines for which the disk of the stream has no room are missing there.
+    """
 
     def handleError(self, record: logging.LogRecord) -> None:
-        if isinstance(sys.exc_info()[1], BrokenPipeError):
+        error = sys.exc_info()[1]
+        if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-        else:
+        elif not isinstance(error, OSError):
             super().handleError(record)
 
 

@@ -61,6 +61,12 @@ def test_a_path_that_cannot_be_used_is_one_sentence(tmp_path, program, status, s
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_of_standard_output_is_one_sentence(tmp_path, unbuffered):
+    done = call(tmp_path, "print('printed')", shell=">/dev/full", PYTHONUNBUFFERED=unbuffered)
+    assert (done.returncode, done.stderr) == (1, "fedssl: No space left on device; free disk space\n")
+
+
 @pytest.mark.parametrize("name", ["strategies.py", "simulation/__init__.py", "server_app", "client_app.py"])
 def test_a_package_of_the_user_that_hides_ours(tmp_path, monkeypatch, name):
     file = tmp_path / name

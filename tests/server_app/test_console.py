@@ -1,8 +1,10 @@
 """What standard output shows of a run: the same lines with and without a bar, and when there is one."""
 
 import io
+import os
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 from rich.console import Console
@@ -95,3 +97,12 @@ def test_lines_stay_as_they_are_above_the_bar(tmp_path, monkeypatch):
     assert stream.getvalue() != plain.getvalue()
     assert on_terminal(stream.getvalue()) == plain.getvalue()
     assert without_times(tmp_path / "run.log") == 2 * plain.getvalue()
+
+
+def test_a_full_disk_of_standard_output_is_not_an_error(tmp_path, monkeypatch, capsys):
+    with Path("/dev/full").open("w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        shown(PlainConsole(), tmp_path)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # which takes what is left
+    assert capsys.readouterr().err == ""
+    assert without_times(tmp_path / "run.log") == f"{LINE}\nsecond\nthird\n"
