@@ -62,8 +62,10 @@ def read_tensor_file(
     """Return the memory-mapped tensors and the text of a file; exceptions for a damaged one can have any type."""
     from safetensors import safe_open
 
-    open_regular_file(file, max_bytes=max_bytes).close()
-    with safe_open(file, "pt") as stored:
+    with (
+        open_regular_file(file, max_bytes=max_bytes) as stream,
+        safe_open(f"/dev/fd/{stream.fileno()}", "pt") as stored,  # it refuses names that are not UTF-8
+    ):
         tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118, not a dictionary
         metadata = stored.metadata() or {}
     if checked and metadata.get(CHECKSUM) != _checksum(tensors):

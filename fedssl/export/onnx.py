@@ -70,7 +70,8 @@ def run_onnx(file: Path, images: Tensor) -> Tensor:
     """Compute the representations ``(batch, feature_dim)`` of images by ONNX Runtime on the CPU."""
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    # Of bytes, since ONNX Runtime refuses paths that are not UTF-8.
+    session = onnxruntime.InferenceSession(file.read_bytes(), providers=["CPUExecutionProvider"])
     return torch.from_numpy(session.run([REPRESENTATIONS], {IMAGES: images.numpy()})[0])
 
 

@@ -100,11 +100,12 @@ def exported_program(source: ExportSource) -> torch.export.ExportedProgram:
 
 def write_torch_export(source: ExportSource, file: Path) -> None:
     """Write the program for ``torch.export.load``."""
-    torch.export.save(exported_program(source), file)
+    with file.open("wb") as stream:  # torch refuses paths that are not UTF-8
+        torch.export.save(exported_program(source), stream)
 
 
 def run_torch_export(source: ExportSource, file: Path, images: Tensor) -> Tensor:
     """Compute the representations ``(batch, feature_dim)`` of images by the file."""
-    with torch.no_grad():
-        h: Tensor = torch.export.load(file).module()(source.inputs(images))
+    with torch.no_grad(), file.open("rb") as stream:
+        h: Tensor = torch.export.load(stream).module()(source.inputs(images))
     return h

@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 
 import numpy as np
 import pytest
@@ -32,6 +33,12 @@ def test_tensors_and_metadata_come_back(tmp_path, checked):
         assert all(
             torch.equal(back[name], value) and back[name].dtype == value.dtype for name, value in TENSORS.items()
         )
+
+
+def test_a_name_that_is_not_utf_8(tmp_path):
+    file = tmp_path / os.fsdecode(b"\xe9.safetensors")
+    write_tensor_file(file, TENSORS)
+    assert read_tensor_file(file)[0].keys() == TENSORS.keys()
 
 
 def test_files_of_the_library_are_read(tmp_path):

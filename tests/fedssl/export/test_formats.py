@@ -179,6 +179,13 @@ def test_every_format_has_every_architecture(form: str, settings: dict[str, Any]
     torch.testing.assert_close(theirs(form, target, images), ours(encoder, images), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("form", ["onnx", "torch_export", "safetensors"])
+def test_a_folder_whose_name_is_not_utf_8(form: str, tmp_path: Path):
+    folder = tmp_path / os.fsdecode(b"\xe9")
+    folder.mkdir()
+    assert export(source_of(folder, SMALL), form, folder / f"exported{FORMATS[form].ending}") <= 1e-5
+
+
 # tests/fedssl/embedding/test_embeddings.py compares ONNX with torch by default.
 @pytest.mark.parametrize("form", some(("onnx", "torch_export", "huggingface"), default=("torch_export", "huggingface")))
 def test_an_encoder_with_a_window_takes_the_values_of_files(form: str, tmp_path: Path):
