@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fedssl.atomic_files import atomic_write
 from fedssl.digests import new_checksum
-from fedssl.safe_io import MAX_TENSORS_BYTES, open_archive, open_regular_file
+from fedssl.safe_io import MAX_TENSORS_BYTES, open_archive, open_regular_file, valid_text
 
 if TYPE_CHECKING:  # a device's process starts without NumPy and torch
     import numpy as np
@@ -62,12 +62,11 @@ def read_tensor_file(
     """Return the memory-mapped tensors and the text of a file; exceptions for a damaged one can have any type."""
     from safetensors import safe_open
 
-    with (
-        open_regular_file(file, max_bytes=max_bytes) as stream,
-        safe_open(f"/dev/fd/{stream.fileno()}", "pt") as stored,  # it refuses names that are not UTF-8
-    ):
-        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118, not a dictionary
-        metadata = stored.metadata() or {}
+    with open_regular_file(file, max_bytes=max_bytes) as stream:
+        is_utf_8 = valid_text(str(file)) == str(file)  # the library refuses other names, which only POSIX has
+        with safe_open(file if is_utf_8 else f"/dev/fd/{stream.fileno()}", "pt") as stored:
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118, not a dictionary
+            metadata = stored.metadata() or {}
     if checked and metadata.get(CHECKSUM) != _checksum(tensors):
         raise ValueError("the checksum is wrong")
     return tensors, metadata
