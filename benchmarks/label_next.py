@@ -51,8 +51,8 @@ def choose(x: np.ndarray, known: np.ndarray, count: int, kind: str, model: Class
 
 
 def encoders_of(words: Sequence[str]) -> list[str]:
-    """Return the arguments that are no overrides; raises `InputError` without any."""
-    encoders = [word for word in words if "=" not in word]
+    """Return the arguments without ``=``, which are files of encoders; raises `InputError` without any."""
+    encoders = [argument for argument in words if "=" not in argument]
     if not encoders:
         raise InputError("no encoder is given; name encoder.pt of one or more runs before the overrides")
     return encoders

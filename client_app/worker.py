@@ -59,10 +59,9 @@ class ClientWorker:
             self.images = shifted(self.images, self.client_indices, partition)
         self.client_strategy: ClientStrategy = settings.strategy.instantiate().client
         self.method = build_method(settings.model).to(self.device)
-        cache = settings.data.reader.values.get("cache")
-        cached = None if cache is None else cache_folder(cache)
-        if cached is not None:
-            self.method.store_targets_in(cached / TARGETS_FOLDER)
+        cache = cache_folder(settings.data.reader.values.get("cache"))
+        if cache is not None:
+            self.method.store_targets_in(cache / TARGETS_FOLDER)
         if self.method.uses_labels and settings.partition is None:
             raise RequestRefused(f"{type(self.method).__name__} needs labels, and devices agree on no classes")
         labels = image_data.labels if self.method.uses_labels else None

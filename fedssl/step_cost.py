@@ -107,9 +107,7 @@ def _step_cost(method: SSLMethod, *, images: Tensor, training: LocalTrainer, lab
                 )
 
             copied.targets(source, torch.arange(len(images)))  # computed once per image, so no part of a step
-            step(
-                min(WARMUP_IMAGES, len(images))
-            )  # creates what persists from step to step, such as the optimizer's state
+            step(min(WARMUP_IMAGES, len(images)))  # creates what persists between steps: the optimizer's state
             memory.reset_peak()
             flops = count_flops()
             with flops:

@@ -123,10 +123,10 @@ def has_room(needed: int, folder: Path | None) -> bool:
     return True
 
 
-def cache_folder(location: str) -> Path | None:
-    """Return the folder that ``dataset.cache`` names; None if "auto" has none, as for a user without a home folder."""
+def cache_folder(location: str | None) -> Path | None:
+    """Return the folder that ``dataset.cache`` names; None for no cache, and for "auto" without a home folder."""
     if location != "auto":
-        return user_path(location)
+        return None if location is None else user_path(location)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or user_path("~/.cache")) / "fedssl"
     except RuntimeError:

@@ -1,8 +1,8 @@
 """Targets of images other than one class: several labels, or numbers.
 
 They are in columns of parquet and arrow files, in arrays of NPZ files, or in a CSV file. The first column of a CSV file
-has the images' files, below the folder of the CSV file; if none is there, their names, with or without ending. A row of
-a file with several pages applies to every page that has no row of its own (``a.tif[0]``).
+has the images' files, below the folder of the CSV file; if none is there, their names, with or without ending. An image
+whose bands are files has the name of their folder. A row of a file is that of its pages without another (``a.tif[0]``).
 
 A target is a number, and unknown if it is null, blank or NaN. A column with lists has a target for each place of the
 list, or, for labels, for each class: lists of names or class numbers, of any length, or names between bars, of which

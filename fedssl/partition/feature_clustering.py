@@ -181,7 +181,7 @@ def _bytes_of(encoder: str) -> bytes:
 
 
 def _cached(images: ImageSubset, settings: tuple[Any, ...], make: Callable[[], np.ndarray]) -> np.ndarray:
-    folder = None if images.cache is None else cache_folder(images.cache)
+    folder = cache_folder(images.cache)
     if folder is None:
         return make()
     versions = [version(name) for name in ("numpy", "torch", "scikit-learn")]

@@ -119,6 +119,17 @@ def test_more_shards_are_read_than_may_be_open(tmp_path: Path, storage: str) -> 
     assert sorted(pixels + first_pixels(test.images)) == sorted(number % 200 for number in range(allowed + 1))
 
 
+def test_many_shards_are_indexed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, number = list[object](), 1100  # more than the 1,024 of ImageNet's
+    for place in range(number):
+        shard(tmp_path / f"{place:04}.tar", samples(place % 200, folder=f"{place}-"))
+    open_archive = tarfile.open
+    monkeypatch.setattr(tarfile, "open", lambda **words: opened.append(words) or open_archive(**words))
+    data = read(tmp_path)
+    assert data is not None
+    assert (len(data.images), len(opened)) == (number, number)
+
+
 def test_several_images_of_a_sample_need_a_choice(tmp_path: Path) -> None:
     members = {"1.png": png(make_image(1)), "1.seg.png": png(make_image(90)), "2.png": png(make_image(2))}
     shard(tmp_path / "train.tar", members)
