@@ -321,6 +321,8 @@ def main() -> None:
     needed = ("centralized", *CHAIN.values()) if options.figure else ("centralized",)
     if missing := [case for case in needed if not rows[case]]:
         sys.exit(f"gap: {options.data} has no rows of {', '.join(missing)}; repeat the command with all --cases")
+    if options.result not in (known := next(iter(rows["centralized"].values())).results):
+        sys.exit(f"gap: --result {options.result!r} is not in the rows; choose from {', '.join(known)}")
     print(table(rows))
     if options.figure:
         draw(rows, options.result, options.figure)

@@ -2,10 +2,10 @@
 
     uv run python benchmarks/label_next.py encoder.pt [encoder.pt ...] dataset=digits [dataset.key=value ...]
 
-The encoders are of runs with different seeds. For each, and for raw pixels, 50 images are labeled: five of each class
-("five each"), random ones, or typical ones. The classifier predicts the test images. Then 50, 100 and 200 images with
-equal numbers per class are labeled, and as many are chosen in addition: random, typical or uncertain ones. Accuracy in
-%, mean of three draws, which are the same for all encoders, with the standard deviation over encoders.
+The encoders are of runs with different seeds. For each, and for raw pixels, 50 images are labeled: as many of
+each class ("per class"), random ones, or typical ones. The classifier predicts the test images. Then 50, 100 and 200
+images with equal numbers per class are labeled, and as many are chosen in addition: random, typical or uncertain ones.
+Accuracy in %, mean of three draws, which are the same for all encoders, with the standard deviation over encoders.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from fedssl.classify.classifier import Classifier, best_penalty, fit
 from fedssl.classify.label_next import next_to_label
 from fedssl.command_line import run_command
 from fedssl.config.load import compose
-from fedssl.datasets.base import load_split
+from fedssl.datasets.base import ImageData, load_split
 from fedssl.embedding.embeddings import unit_features
 from fedssl.errors import InputError
 from fedssl.evaluation.features import extract, pixels
@@ -58,18 +58,27 @@ def encoders_of(words: Sequence[str]) -> list[str]:
     return encoders
 
 
+def labeled_splits(overrides: Sequence[str]) -> tuple[ImageData, ImageData]:
+    """Return the training and test images; raises `InputError` without labels, or with more classes than `FIRST`."""
+    data = compose(overrides).data
+    train, test = load_split(data, "train"), load_split(data, "test")
+    if train is None or test is None or train.labels is None or test.labels is None:
+        raise InputError("the benchmark compares with true labels; choose training and test images that have them")
+    if train.labels.max() >= FIRST:
+        raise InputError(f"the {FIRST} first labels name every class; choose images with at most {FIRST} classes")
+    return train, test
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="+", help="encoders, and overrides of the data set")
     words = parser.parse_args().words
     encoders = encoders_of(words)
-    data = compose([word for word in words if "=" in word]).data
-    train, test = load_split(data, "train"), load_split(data, "test")
-    assert train is not None
-    assert test is not None
+    train, test = labeled_splits([word for word in words if "=" in word])
     assert train.labels is not None
     assert test.labels is not None
     labels, test_labels = train.labels.numpy(), test.labels.numpy()
+    classes = int(train.labels.max()) + 1
     results, accuracies = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for file in encoders:
         encoder = load_encoder(file)
@@ -83,16 +92,16 @@ def main() -> None:
 
         for draw in range(DRAWS):
             generator = np.random.default_rng(draw)
-            each = sample_per_class(train.labels, per_class=5, generator=generator).numpy()
+            each = sample_per_class(train.labels, per_class=FIRST // classes, generator=generator).numpy()
             for source, a, b in (
                 ("pixels", pixels(train.images).numpy(), pixels(test.images).numpy()),
                 ("encoder", x, x_test),
             ):
-                add(f"{source}, five each", each, a, b)
+                add(f"{source}, per class", each, a, b)
                 for kind in ("random", "typical"):
                     add(f"{source}, {kind}", choose(a, each[:0], FIRST, kind, None, draw), a, b)
             for number in (50, 100, 200):
-                start = sample_per_class(train.labels, per_class=number // 10, generator=generator).numpy()
+                start = sample_per_class(train.labels, per_class=number // classes, generator=generator).numpy()
                 model = fitted(x, labels, start)
                 for kind in ("random", "typical", "uncertain"):
                     more = choose(x, start, number, kind, model, draw)

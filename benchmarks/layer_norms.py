@@ -22,6 +22,7 @@ from benchmarks.common import make_parser
 from fedssl.arrays import Layers
 from fedssl.command_line import run_command
 from fedssl.config.load import compose
+from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import exchanged_layers
 from fedssl.plots.style import new_figure, write_png
@@ -103,6 +104,8 @@ class RunHistory(RunNorms):
             name: mean(100 * pstdev(each) / abs(mean(each)) for layer, each in by_layer.items() if kind[layer] == name)
             for name in KINDS
         }
+        if not self.knn:
+            raise InputError(f"{run.folder} has no kNN accuracy per round; repeat it with evaluation=knn")
         self.results = {name: 100 * score.value for name, score in run.results.items() if name in ("knn", "linear")}
 
 

@@ -242,6 +242,8 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, help="PNG of norms and accuracy over rounds")
     options = parser.parse_args()
     study, root = STUDIES[options.study], options.folder.absolute()
+    if options.jobs < 1:
+        sys.exit(f"study: --jobs {options.jobs} is not allowed; give at least 1")
     if study.needs_data and options.minutes and not options.data:
         sys.exit(f"{options.study} needs images; add --data '/my/cifar10/*.parquet'")
     check_selection(study, parts=options.parts, rows=options.rows, rates=options.rates, seeds=options.seeds)

@@ -25,10 +25,7 @@ def _main(name: str, module: str) -> None:
     """Handle signals, import the module of a command, which is slow, run it, and exit with its status."""
     prepare_streams()
     if "--version" in sys.argv[1:]:
-        from fedssl import __version__  # here: it reads a file
-
-        print(f"{name} {__version__}")
-        return
+        sys.exit(run_command(name, partial(_print_version, name)))
     for number in _SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a background job of a script
             signal.signal(number, _interrupt)
@@ -51,6 +48,12 @@ def _main(name: str, module: str) -> None:
             sys.stdout.flush()
         os._exit(status)
     sys.exit(status)
+
+
+def _print_version(name: str) -> None:
+    from fedssl import __version__  # here: it reads a file
+
+    print(f"{name} {__version__}")
 
 
 # The commands of ``pyproject.toml``.

@@ -24,7 +24,18 @@ def run_with_overrides(name: str, usage: str, run: Callable[[Sequence[str]], str
     if is_asked or not sys.argv[1:]:
         print(usage)
         return 0 if is_asked else 2
-    return run_command(name, lambda: print(sanitize(run(expand_config_dir_flag(sys.argv[1:])), lines=True)))
+    return run_command(name, lambda: print(sanitize(run(_checked(expand_config_dir_flag(sys.argv[1:]))), lines=True)))
+
+
+def _checked(words: Sequence[str]) -> Sequence[str]:
+    """Return the words; `InputError` for one without a key, e.g. a path without its option."""
+    for word in words:
+        if "=" not in word and not word.startswith(("~", "-")):
+            path = Path(word)
+            key = "encoder" if path.is_file() else "run" if (path / "config.yaml").is_file() else "images"
+            remedy = f"write {key}={shlex.quote(word)}" if path.exists() else "quote values with spaces"
+            raise InputError(f"{word} does not have the form key=value; {remedy}")
+    return words
 
 
 def read_options(

@@ -83,3 +83,9 @@ def test_a_table_without_centralized_training_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["gap.py", "--seeds"])
     with pytest.raises(SystemExit, match="digits has no rows of centralized; repeat the command with all --cases"):
         gap.main()
+
+
+def test_a_result_that_the_rows_lack_is_refused(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["gap.py", "--seeds", "--result", "linaer"])
+    with pytest.raises(SystemExit, match="^gap: --result 'linaer' is not in the rows; choose from .*linear"):
+        gap.main()

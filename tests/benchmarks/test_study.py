@@ -115,3 +115,9 @@ def test_a_selection_that_the_study_lacks_is_refused(option, monkeypatch):
     monkeypatch.setattr("sys.argv", ["study.py", "digits", "--minutes", "0", *option])
     with pytest.raises(SystemExit, match=rf"^study: {option[0]} .* is not in the study; choose from "):
         study.main()
+
+
+def test_a_study_without_a_process_is_refused(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["study.py", "digits", "--minutes", "1", "--jobs", "0"])
+    with pytest.raises(SystemExit, match="^study: --jobs 0 is not allowed; give at least 1$"):
+        study.main()

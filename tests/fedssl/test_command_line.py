@@ -62,8 +62,9 @@ def test_a_path_that_cannot_be_used_is_one_sentence(tmp_path, program, status, s
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_full_disk_of_standard_output_is_one_sentence(tmp_path, unbuffered):
-    done = call(tmp_path, "print('printed')", shell=">/dev/full", PYTHONUNBUFFERED=unbuffered)
+@pytest.mark.parametrize("option", ["", "--version"])
+def test_a_full_disk_of_standard_output_is_one_sentence(tmp_path, unbuffered, option):
+    done = call(tmp_path, "print('printed')", shell=f"{option} >/dev/full", PYTHONUNBUFFERED=unbuffered)
     assert (done.returncode, done.stderr) == (1, "fedssl: No space left on device; free disk space\n")
 
 

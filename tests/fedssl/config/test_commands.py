@@ -29,6 +29,26 @@ def test_any_word_may_ask_for_help(command, words, monkeypatch, capsys):
     assert command.main() == 2
 
 
+@pytest.mark.parametrize("command", [classify, embedding, evaluation, explore, export, views])
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("my run", "write run='my run'"),
+        ("my run/e.pt", "write encoder='my run/e.pt'"),
+        (".", "write images=."),
+        ("b", "quote values"),
+    ],
+)
+def test_a_path_without_its_option_is_refused(command, word, remedy, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my run").mkdir()
+    for name in ("config.yaml", "e.pt"):
+        (tmp_path / "my run" / name).touch()
+    monkeypatch.setattr(sys, "argv", ["fedssl-x", word])
+    assert command.main() == 2
+    assert f": {word} does not have the form key=value; {remedy}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [
