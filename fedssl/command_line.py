@@ -164,10 +164,19 @@ def shown_error(error: Exception) -> Exception | None:
     if isinstance(error, OSError):
         return error_of_path(error)
     if isinstance(error, MemoryError):
-        return RunError("out of memory; lower batch_size or encoder.width, or free memory")
+        return RunError(f"out of memory; lower batch_size or encoder.width, or {_memory_remedy()}")
     if isinstance(error, RuntimeError) and str(error).startswith("Could not determine home directory"):  # by pathlib
         return InputError("this user has no home folder; set the environment variable HOME to a folder")
     return error
+
+
+def _memory_remedy() -> str:
+    with suppress(ImportError):
+        import resource  # Windows has none
+
+        if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+            return "raise the limit of the shell: ulimit -v"
+    return "free memory"
 
 
 def _print_stop(name: str, where: str) -> int:

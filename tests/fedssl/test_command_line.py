@@ -51,7 +51,12 @@ def test_a_closed_stream_is_the_null_device(tmp_path, closed):
         ),
         ("raise OSError(28, 'No space left on device')", 1, "No space left on device; free disk space"),
         ("import pathlib\npathlib.Path('~nobody-here').expanduser()", 2, "this user has no home folder; set the"),
-        ("bytearray(2**62)", 1, "out of memory; lower batch_size"),
+        ("bytearray(2**62)", 1, "out of memory; lower batch_size or encoder.width, or free memory"),
+        (
+            "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**40, -1))\nbytearray(2**62)",
+            1,
+            "out of memory; lower batch_size or encoder.width, or raise the limit of the shell: ulimit -v",
+        ),
     ],
 )
 def test_a_path_that_cannot_be_used_is_one_sentence(tmp_path, program, status, sentence):
