@@ -68,7 +68,8 @@ def load(source: Path, *, device: str, folders: Sequence[Path]) -> OnnxEmbedder:
     options.log_severity_level = 3
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # decoding threads need the cores
     try:
-        session = onnxruntime.InferenceSession(str(file), options, providers=[provider])
+        # Of bytes, since ONNX Runtime refuses paths that are not UTF-8.
+        session = onnxruntime.InferenceSession(file.read_bytes(), options, providers=[provider])
         kind = next(name for name, value in _PROVIDERS.items() if value == provider)
         embedder = OnnxEmbedder(session, digest=file_identity(file), device=kind)
     except InputError:

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,11 +69,18 @@ def write_onnx(source: ExportSource, file: Path) -> None:
 
 def run_onnx(file: Path, images: Tensor) -> Tensor:
     """Compute the representations ``(batch, feature_dim)`` of images by ONNX Runtime on the CPU."""
+    session = _session(file)
+    return torch.from_numpy(session.run([REPRESENTATIONS], {IMAGES: images.numpy()})[0])
+
+
+def _session(file: Path, *, threads: int = 0) -> Any:
+    """Return ONNX Runtime's session of a graph; without a number of threads it uses all cores."""
     import onnxruntime
 
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
     # Of bytes, since ONNX Runtime refuses paths that are not UTF-8.
-    session = onnxruntime.InferenceSession(file.read_bytes(), providers=["CPUExecutionProvider"])
-    return torch.from_numpy(session.run([REPRESENTATIONS], {IMAGES: images.numpy()})[0])
+    return onnxruntime.InferenceSession(file.read_bytes(), options, providers=["CPUExecutionProvider"])
 
 
 def quantize(exact: Path, small: Path, images: Tensor, *, dynamic: bool) -> None:
@@ -82,6 +90,7 @@ def quantize(exact: Path, small: Path, images: Tensor, *, dynamic: bool) -> None
     quantizes only matrix products, with inputs quantized at run time; otherwise ``images``, inputs of
     the graph, are for calibration.
     """
+    import onnx
     from onnxruntime import quantization
 
     class Reader(quantization.CalibrationDataReader):
@@ -92,16 +101,17 @@ def quantize(exact: Path, small: Path, images: Tensor, *, dynamic: bool) -> None
             batch = next(self.batches, None)
             return None if batch is None else {IMAGES: batch.numpy()}
 
+    model = onnx.load(exact)  # ONNX Runtime refuses paths that are not UTF-8
     # Hides the advice to pre-process the graph, which has nothing to fuse, and lines on layers with one axis.
     logging.disable(logging.WARNING)
     try:
         if dynamic:
             quantization.quantize_dynamic(
-                exact, small, op_types_to_quantize=["MatMul", "Gemm"], per_channel=True, reduce_range=True
+                model, small, op_types_to_quantize=["MatMul", "Gemm"], per_channel=True, reduce_range=True
             )
         else:  # unsigned inputs are faster on x86
             quantization.quantize_static(
-                *(exact, small, Reader()),
+                *(model, small, Reader()),
                 per_channel=True,
                 reduce_range=True,
                 activation_type=quantization.QuantType.QUInt8,
@@ -126,13 +136,7 @@ def compare(exact: Path, small: Path, images: Tensor, *, difference: float) -> Q
 
 def _times(exact: Path, small: Path, images: Tensor) -> tuple[float, float]:
     """Return each graph's median seconds per batch, measured alternately on one thread."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    graphs = [
-        onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"]) for file in (exact, small)
-    ]
+    graphs = [_session(file, threads=1) for file in (exact, small)]
     feed = {IMAGES: images.numpy()}
     seconds: list[list[float]] = [[], []]
     for repetition in range(_NUM_TIMINGS + 1):

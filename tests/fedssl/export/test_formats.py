@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedssl.config.load import compose
 from fedssl.datasets.raster import pixel_metadata
+from fedssl.embedding import onnx_backend
 from fedssl.errors import InputError, RunError
 from fedssl.export import cli, formats, load_encoder, weights
 from fedssl.export.formats import FORMATS, export
@@ -183,7 +184,16 @@ def test_every_format_has_every_architecture(form: str, settings: dict[str, Any]
 def test_a_folder_whose_name_is_not_utf_8(form: str, tmp_path: Path):
     folder = tmp_path / os.fsdecode(b"\xe9")
     folder.mkdir()
-    assert export(source_of(folder, SMALL), form, folder / f"exported{FORMATS[form].ending}") <= 1e-5
+    file = folder / f"exported{FORMATS[form].ending}"
+    source = source_of(folder, SMALL)
+    assert export(source, form, file) <= 1e-5
+    if form == "onnx":
+        images = images_like(source.encoder, 8)
+        quantize(file, folder / "int8.onnx", images, dynamic=False)
+        compared = compare(file, folder / "int8.onnx", images, difference=0.0)
+        assert 0.9 < compared.min_cosine < 1
+        embedder = onnx_backend.load(file, device="cpu", folders=())
+        torch.testing.assert_close(embedder.outputs(images.numpy())[0], run_onnx(file, images).numpy())
 
 
 # tests/fedssl/embedding/test_embeddings.py compares ONNX with torch by default.
