@@ -170,7 +170,7 @@ CONSTRAINTS: Mapping[str, Mapping[str, Constraint]] = {
     },
     "dataset": {
         **all_of(_PATH, "path", "cache"),  # the latter may be auto
-        **all_of(_NAME_OR_NULL, "hub", "image", "label", "owner", "group", "split_column"),
+        **all_of(_NAME_OR_NULL, "hub", "image", "label", "owner", "group", "split_column", "torchvision"),
         "skip_missing": _BOOL,
         **all_of(_NAME_OR_NULL, "federated", "train", "test"),  # of dataset.splits
         "channels": integer(1, MAX_CHANNELS),

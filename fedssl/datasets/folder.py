@@ -20,10 +20,11 @@ from fedssl.config.constraints import check_arguments
 from fedssl.datasets.base import ImageData, subsample_indices
 from fedssl.datasets.cache import read_images
 from fedssl.datasets.decoding import MAX_PIXELS, Decoding
-from fedssl.datasets.image_index import Query
+from fedssl.datasets.image_index import ImageIndex, Query
 from fedssl.datasets.path_index import index_path
 from fedssl.datasets.raster import BACKGROUND
 from fedssl.datasets.table_index import index_hub
+from fedssl.datasets.torchvision_files import index_torchvision, root_of
 from fedssl.errors import InputError
 
 
@@ -35,6 +36,7 @@ def read(
     limit: int | None,
     path: str | None,
     hub: str | None = None,
+    torchvision: str | None = None,
     image: str | None = None,
     label: str | None = "label",
     owner: str | None = None,
@@ -58,7 +60,8 @@ def read(
 
     ``split`` is its name on the Hub, or in the names of folders, files, or arrays; or a word for it. ``hub`` is the
     name of the data set on the Hub, with that of its subset behind a colon, if it has several. With a ``path`` the
-    network is not used. The other arguments are the settings of ``dataset=folder``.
+    network is not used. It may be the root of the class ``torchvision`` of `torchvision.datasets`, and must be if there
+    is no ``hub``. The other arguments are the settings of ``dataset=folder``.
     """
     check_arguments("dataset", folders=folders, split_folders=split_folders, test_fraction=test_fraction)
     check_arguments("dataset", storage=storage, pages=pages)
@@ -86,7 +89,12 @@ def read(
         test_fraction=test_fraction,
         pages=pages,
     )
-    if path is not None:
+    root = None
+    if path is not None and torchvision is not None:
+        root = root_of(path, torchvision, required=hub is None)
+    if root is not None and torchvision is not None:
+        index: ImageIndex | None = index_torchvision(root, torchvision, query)
+    elif path is not None:
         index = index_path(path, query, containers_first=hub is not None)
     elif hub is not None:
         index = index_hub(hub, query)
