@@ -4,6 +4,7 @@
   overrides this. Subfolders without images do not count.
 - If all images are in one subfolder, which only has subfolders, then these are meant.
 - Classes are those of all splits, in the order of their names as text. With a single one there are no labels.
+- A list in the folder of a split names the classes of its images, see `_listed_classes`.
 """
 
 import logging
@@ -14,12 +15,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain, takewhile
+from pathlib import Path
 
 import numpy as np
 
+from fedssl.csv_file import decoded
 from fedssl.datasets.formats import FORMAT_OF, SUFFIXES, is_zarr
 from fedssl.datasets.image_index import Query, SequenceIndex
-from fedssl.datasets.listing import Listing, ending_of
+from fedssl.datasets.listing import Listing, ending_of, is_file
 from fedssl.datasets.sources import Source
 from fedssl.datasets.splits import HELD_OUT, domain_of, is_held_out_of, matching, split_of
 from fedssl.errors import InputError, shortened
@@ -178,6 +181,8 @@ def _part(listing: Listing, folders: str, *, domain: str = "", compared: bool = 
 
     All of them are in a folder with the name of the ``domain``, if there is one: trainA/1.png is read as train/A/1.png.
     """
+    if folders == "class" and (listed := _listed_classes(listing)):
+        return _Part(listing.root, [f"{listing.root}/{path}" for path in listing.paths], {"class": listed})
     first, levels = f"{domain}/" if domain else "", _LEVELS[folders]
     paths, below = ([f"{first}{path}" for path in listed] for listed in (listing.paths, listing.folders))
     start = _num_wrappers(paths) if folders == "class" and paths else 0
@@ -201,6 +206,23 @@ def _part(listing: Listing, folders: str, *, domain: str = "", compared: bool = 
     empty = [_display(folder.rpartition("/")[2]) for folder in below if folder.count("/") == depth - 1]
     identities = listing.identities() if compared else ()
     return _Part(listing.root, files, names, identities, sorted({*empty} - {*(columns or [[]])[-1]}))
+
+
+def _listed_classes(listing: Listing) -> list[str]:
+    """Return the classes of the images of a split by the list in its folder; none without a list.
+
+    Tiny ImageNet has ``val/val_annotations.txt``, whose lines begin with the name of an image and its class.
+    """
+    file = Path(listing.root, f"{Path(listing.root).name}_annotations.txt")
+    if not is_file(file):
+        return []
+    lines = (line.split("\t") for line in decoded(file).splitlines())
+    classes = {name: _display(values[0].strip()) for name, *values in lines if values}
+    names = [path.rpartition("/")[2] for path in listing.paths]
+    missing = [name for name in names if name not in classes]
+    if missing and len(missing) < len(names):
+        raise InputError(f"{file} has no class of {shortened(missing)}; complete it, or delete it for no labels")
+    return [] if missing else [classes[name] for name in names]
 
 
 def _num_wrappers(paths: Sequence[str]) -> int:

@@ -55,6 +55,37 @@ def test_folders_named_after_splits_are_splits(tmp_path: Path, train: str, test:
     ]
 
 
+@pytest.fixture
+def tiny_imagenet(tmp_path: Path) -> Path:
+    """Its folders as they are downloaded: the classes of the validation are in a list, and the test has none."""
+    root = touch(tmp_path, "train/n1/images/n1_0.JPEG", "train/n2/images/n2_0.JPEG", "train/n1/n1_boxes.txt")
+    touch(root, "test/images/test_0.JPEG", "val/images/val_0.JPEG", "val/images/val_1.JPEG", "wnids.txt")
+    (root / "val/val_annotations.txt").write_text("val_0.JPEG\tn2\t0\t32\t44\t62\nval_1.JPEG\tn1\t52\t55\t57\t59\n")
+    return root
+
+
+def test_a_list_names_the_classes_of_tiny_imagenet(tiny_imagenet: Path) -> None:
+    train, test = (labeled(tiny_imagenet, list_split(split, tiny_imagenet)) for split in SPLITS)
+    assert train == {"train/n1/images/n1_0.JPEG": "n1", "train/n2/images/n2_0.JPEG": "n2"}
+    assert test == {"val/images/val_0.JPEG": "n2", "val/images/val_1.JPEG": "n1"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "val_0.JPEG\tn2\n",
+            r"val_annotations.txt has no class of val_1.JPEG; complete it, or delete it for no labels",
+        ),
+        ("some notes\n", "test has the classes images but .*train has n1, n2"),  # not a list of images
+    ],
+)
+def test_a_list_without_every_image_is_refused(tiny_imagenet: Path, text: str, message: str) -> None:
+    (tiny_imagenet / "val/val_annotations.txt").write_text(text)
+    with pytest.raises(InputError, match=message):
+        list_split("test", tiny_imagenet)
+
+
 def test_splits_beside_other_folders_need_a_setting(tmp_path: Path) -> None:
     names = [f"{split}/{split}/{name}" for split in ("seg_train", "seg_test") for name in ("sea/1.png", "street/2.png")]
     root = touch(tmp_path, *names, "seg_pred/seg_pred/3.png")
