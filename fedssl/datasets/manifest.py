@@ -28,10 +28,15 @@ def manifest_table(file: Path) -> pa.Table:
 
 
 def named_file(value: str, folder: Path) -> Path:
-    """Return the file that a table in ``folder`` names, also without its ending; Windows writes backslashes."""
+    """Return the file that a table in ``folder`` names, also without its ending; Windows writes backslashes.
+
+    A name may begin with that of the folder.
+    """
     path = folder / value.strip()
     if "\\" in value and not path.exists():
         path = folder / value.strip().replace("\\", os.sep)
+    if value.strip().startswith((f"{folder.name}/", f"{folder.name}\\")) and not path.exists():  # as of CheXpert
+        path = folder.joinpath(*path.relative_to(folder).parts[1:])
     if not value.isascii() and not path.exists():  # macOS writes the letters of names and their accents one by one
         forms = (Path(unicodedata.normalize(form, str(path))) for form in ("NFC", "NFD"))
         path = next((other for other in forms if other.exists()), path)

@@ -24,6 +24,7 @@ IMAGES, TABLES, ARRAYS = "images", "tables", "arrays"
 _CONTAINERS = dict.fromkeys((".arrow", ".parquet", *SHARD_SUFFIXES), TABLES) | {".npz": ARRAYS}  # kinds by ending
 _MANIFESTS = dict.fromkeys(MANIFEST_SUFFIXES, TABLES)  # only if the path names them
 ALLOWED = " ".join((*_CONTAINERS, *_MANIFESTS, *SUFFIXES))
+_LISTS = {".json", ".lst", ".txt", ".xls", ".xlsx"}
 _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
 _MAX_NAMES = 10**6  # that braces stand for
 _UNPACK = {
@@ -112,6 +113,8 @@ def _no_images(path: str, listing: Listing, setting: str) -> NoImagesError:
     remedies += [f"unpack archives into an existing folder first: {', '.join(commands)}"] if commands else []
     if setting == "dataset.path" and (name := class_of(user_path(path))) is not None:
         remedies.append(f"set dataset.torchvision={name} for these files of torchvision")
+    if listing.ignored.keys() & _LISTS and is_file(user_path(path)):
+        remedies.append("a list of images is a CSV file with the columns path and label")
     ignored = listing.ignored_kinds()
     found = f" (ignored {ignored})" if ignored else ""
     message = f"{path} holds no image{found}; allowed are files ending in {ALLOWED}"

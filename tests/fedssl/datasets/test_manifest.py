@@ -55,6 +55,25 @@ def test_files_as_people_write_them(images: Path, text: str | bytes) -> None:
     assert (data.classes, data.labels.tolist()) == (("cat", "dog"), [0, 1])
 
 
+def test_a_list_of_another_kind_is_refused(images: Path) -> None:
+    (images / "list.txt").write_text("my images/1.png 0")
+    with pytest.raises(
+        InputError, match=r"\(ignored 1 file: 1 \.txt\).*; a list of images is a CSV file with the columns"
+    ):
+        read(images, "", path=str(images / "list.txt"))
+
+
+@pytest.mark.parametrize("slash", ["/", "\\"])
+def test_names_may_begin_with_the_folder_of_the_table(images: Path, slash: str) -> None:
+    rows = "\n".join(slash.join((images.name, "my images", f"{number}.png")) for number in (3, 4))
+    assert first_pixels(read(images, f"Path\n{rows}\n").images) == [30, 40]
+    (images / images.name / "my images").mkdir(parents=True)
+    (images / images.name / "my images" / "3.png").write_bytes(png(make_image(200)))
+    assert first_pixels(read(images, f"Path\n{rows}\n").images) == [200, 40]
+    with pytest.raises(InputError, match="1 of the 1 image files"):
+        read(images, f"Path\n{images.name}s{slash}my images{slash}3.png\n")
+
+
 def test_names_without_ending_may_be_numbers(images: Path) -> None:
     for file in (images / "my images").iterdir():
         file.rename(images / file.name)
