@@ -125,7 +125,7 @@ def files_digest(path: Path) -> str:
 
 
 def _index_files(source: Source, query: Query) -> SequenceIndex:
-    if query.owner is not None:
+    if query.owner is not None and not query.folders.startswith("owner"):
         raise InputError(
             f"dataset.owner={query.owner} is a column, but {source.path} holds image files; set dataset.owner=null, "
             "and dataset.folders=owner if its subfolders are owners"
@@ -141,8 +141,10 @@ def _index_files(source: Source, query: Query) -> SequenceIndex:
         )
     found = with_pages(index, index.files, query.pages)
     has_bands = any(isinstance(image, Bands) for image in found.images[:1])  # whose folders are the images
-    is_held_out = index.shared and index.labels is not None and split_of_word(query.split) in HELD_OUT
-    if query.group is None and is_held_out and not has_bands:
+    is_held_out = (
+        index.shared and query.test_fraction and index.labels is not None and split_of_word(query.split) in HELD_OUT
+    )
+    if query.group is None and query.folders == "class" and is_held_out and not has_bands:
         _warn_of_folders_in_classes(index)
     return found
 

@@ -158,6 +158,22 @@ def test_subfolders_may_be_owners(tmp_path: Path) -> None:
     assert load_labeled(own(tmp_path, folders="owner"), "test") is None
 
 
+@pytest.mark.parametrize("name", ["pacs", "domainnet"])
+def test_domains_are_columns_or_folders(name: str, tmp_path: Path, log_again: None, caplog) -> None:
+    """As these data sets are downloaded from their authors."""
+    for number in range(8):
+        folder = ("photo", "sketch")[number // 4], ("ant", "bee")[number // 2 % 2]
+        write(tmp_path.joinpath(*folder, f"{number}.png"), make_image(number))
+    data = settings_of(name, path=str(tmp_path), size=4)
+    images = load_federated(data)
+    assert (images.owner_names, images.owners.tolist()) == (("photo", "sketch"), [0] * 4 + [1] * 4)
+    assert (images.classes, images.labels.tolist()) == (("ant", "bee"), [0, 0, 1, 1] * 2)
+    held_out = load_split(settings_of(name, path=str(tmp_path), size=4, held_out="sketch"), "test")
+    assert first_pixels(held_out.images) == [4, 5, 6, 7]
+    assert load_split(data, "test") is None
+    assert "dataset.group=folder" not in caplog.text  # a class has a folder per domain
+
+
 def test_owners_with_classes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The second owner has no ant; one image of the first is unreadable."""
     for name, value in (("ann/bee/1.png", 1), ("ann/ant/x/2.png", 2), ("ben/bee/3.png", 3), ("ben/cow/4.png", 4)):
