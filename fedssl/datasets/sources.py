@@ -26,6 +26,7 @@ _MANIFESTS = dict.fromkeys(MANIFEST_SUFFIXES, TABLES)  # only if the path names 
 ALLOWED = " ".join((*_CONTAINERS, *_MANIFESTS, *SUFFIXES))
 _LISTS = {".json", ".lst", ".txt", ".xls", ".xlsx"}
 _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
+_MASK = re.compile(r"(.+)_[mM]ask(?:_?\d+)?", re.DOTALL)
 _MAX_NAMES = 10**6  # that braces stand for
 _UNPACK = {
     ".zip": "unzip FILE -d FOLDER",
@@ -52,6 +53,7 @@ class Source:
     kind: str
     listing: Listing
     setting: str = "dataset.path"  # name of the path in messages
+    masks: Sequence[str] = ()  # images that are not read, see `_masks`
 
     @property
     def files(self) -> dict[Path, str]:
@@ -63,6 +65,11 @@ class Source:
         """Warnings about images that are not read."""
         ignored = self.listing.ignored
         lines = [f"{count:,} images are ignored; {remedy}" for count, remedy in missing_packages(ignored)]
+        if self.masks:
+            line = (
+                f"{len(self.masks):,} images are ignored as masks of those beside them ({shortened(self.masks)}); to "
+            )
+            lines.append(f"{line}read these alone, set '{self.setting}={self.listing.root}/**/*_[mM]ask*'")
         others = sorted((_CONTAINERS | _MANIFESTS).keys() & ignored.keys()) if self.kind == IMAGES else []
         if others:
             count = sum(ignored[ending] for ending in others)
@@ -98,7 +105,19 @@ def find(path: str, *, containers_first: bool = False, setting: str = "dataset.p
     kind = next((kind for kind in kinds if kind in of_kind), None)
     if kind is None and not listing.repeated:
         raise _no_images(path, listing, setting)
-    return Source(path, kind or IMAGES, listing.only(of_kind.get(kind or IMAGES, [])), setting)
+    names = of_kind.get(kind or IMAGES, [])
+    masks = _masks(names) if kind == IMAGES else []
+    masked = {*masks}
+    chosen = listing.only([name for name in names if name not in masked])
+    return Source(path, kind or IMAGES, chosen, setting, masks)
+
+
+def _masks(names: Sequence[str]) -> list[str]:
+    """Return the images that are masks of others: ``X_mask.png`` and ``X_mask_1.png`` beside ``X.png``, as of BUSI."""
+    named = [name for name in names if "_mask" in name.lower()]
+    images = {name[: -len(ending_of(name))] for name in names} if named else set()
+    found = {name: _MASK.fullmatch(name[: -len(ending_of(name))]) for name in named}
+    return [name for name, match in found.items() if match and match[1] in images]
 
 
 def _no_images(path: str, listing: Listing, setting: str) -> NoImagesError:

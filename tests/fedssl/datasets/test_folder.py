@@ -1,6 +1,7 @@
 """Image folders, written by the tests."""
 
 import logging
+import shlex
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,19 @@ def test_domains_are_columns_or_folders(name: str, tmp_path: Path, log_again: No
     assert first_pixels(held_out.images) == [4, 5, 6, 7]
     assert load_split(data, "test") is None
     assert "dataset.group=folder" not in caplog.text  # a class has a folder per domain
+
+
+def test_masks_beside_their_images_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As of BUSI, where an image may have several masks; a mask without its image is an image."""
+    names = {"cat": ["a (1)", "a (1)_mask", "a (1)_mask_1", "a_mask"], "dog": ["b", "b_Mask", "c_masked", "c", "mask"]}
+    for number, name in enumerate(f"{folder}/{stem}.png" for folder, stems in names.items() for stem in stems):
+        write(tmp_path / name, make_image(10 * number))
+    data = own(tmp_path, test_fraction=0.0)
+    assert first_pixels(load_federated(data).images) == [0, 30, 40, 70, 60, 80]
+    assert "3 images are ignored as masks of those beside them" in caplog.text
+    alone = shlex.split(caplog.text.partition("to read these alone, set ")[2].splitlines()[0])[0]
+    path = alone.removeprefix("dataset.path=")
+    assert first_pixels(load_federated(own(Path(path), test_fraction=0.0, label=None)).images) == [10, 20, 30, 50, 60]
 
 
 def test_owners_with_classes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
