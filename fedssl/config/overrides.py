@@ -116,7 +116,8 @@ def check_choices(override: Override, *, group: str, choices: Sequence[str]) -> 
     names = value.list if isinstance(value, ChoiceSweep) else [value]
     listed = ", ".join(choices)
     if not override.is_delete() and any(name is None or isinstance(name, list) for name in names):
-        raise InputError(f"{override.input_line} selects no choice of {group}; choose one of {listed}")
+        none = f"write {group}=none, or " if "none" in choices and None in names else ""
+        raise InputError(f"{override.input_line} selects no choice of {group}; {none}choose one of {listed}")
     unknown = [str(name) for name in names if isinstance(name, str) and name not in choices]
     if unknown:
         is_path = group == "dataset" and re.search(r"[/\\~.]", unknown[0])

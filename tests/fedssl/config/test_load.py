@@ -59,6 +59,10 @@ def test_every_file_composes(overrides):
         (["rounds=many"], r"rounds=many must be an integer of at least 1; the default is 20"),
         (["rounds=1.5"], r"rounds=1.5 must be an integer of at least 1; the default is 20"),
         (["dataset=null"], r"dataset=null selects no choice of dataset; choose one of .*digits"),
+        (
+            ["evaluation=null"],
+            r"evaluation=null selects no choice of evaluation; write evaluation=none, or choose one of",
+        ),
         (["engine=null"], r"engine=null selects no choice of engine; choose one of auto"),
         (["strategy=[fedavg,l_dawa]"], r"strategy=\[fedavg,l_dawa\] selects no choice of strategy; choose one of"),
         (["seed={a:1}"], r"seed={'a': 1} must be an integer of at least 0; the default is 0"),
