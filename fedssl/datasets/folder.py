@@ -23,8 +23,9 @@ from fedssl.datasets.decoding import MAX_PIXELS, Decoding
 from fedssl.datasets.image_index import ImageIndex, Query
 from fedssl.datasets.path_index import index_path
 from fedssl.datasets.raster import BACKGROUND
+from fedssl.datasets.sources import NoImagesError
 from fedssl.datasets.table_index import index_hub
-from fedssl.datasets.torchvision_files import index_torchvision, root_of
+from fedssl.datasets.torchvision_files import class_of, index_torchvision, root_of
 from fedssl.errors import InputError
 
 
@@ -95,7 +96,7 @@ def read(
     if root is not None and torchvision is not None:
         index: ImageIndex | None = index_torchvision(root, torchvision, query)
     elif path is not None:
-        index = index_path(path, query, containers_first=hub is not None)
+        index = _index_path(path, query, is_of_hub=hub is not None)
     elif hub is not None:
         index = index_hub(hub, query)
     else:
@@ -103,3 +104,12 @@ def read(
     if index is None:
         return None
     return read_images(index.at(subsample_indices(index.count, limit)), cache=cache, storage=storage)
+
+
+def _index_path(path: str, query: Query, *, is_of_hub: bool) -> ImageIndex | None:
+    try:
+        return index_path(path, query, containers_first=is_of_hub)
+    except NoImagesError as error:
+        if (name := class_of(path)) is None:
+            raise
+        raise InputError(f"{error}; set dataset.torchvision={name} for these files of torchvision") from error

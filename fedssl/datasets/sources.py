@@ -16,7 +16,6 @@ from fedssl.datasets.formats import SUFFIXES, is_zarr, missing_packages
 from fedssl.datasets.listing import Listing, ending_by_content, ending_of, is_file, is_folder, is_hidden, list_files
 from fedssl.datasets.manifest import SUFFIXES as MANIFEST_SUFFIXES
 from fedssl.datasets.shards import SUFFIXES as SHARD_SUFFIXES
-from fedssl.datasets.torchvision_files import class_of
 from fedssl.errors import InputError, sanitize, shortened
 from fedssl.logs import log_once
 
@@ -130,8 +129,6 @@ def _no_images(path: str, listing: Listing, setting: str) -> NoImagesError:
     remedies = [remedy for _, remedy in missing_packages(listing.ignored)]
     commands = dict.fromkeys(_UNPACK[ending] for ending in listing.ignored if ending in _UNPACK)
     remedies += [f"unpack archives into an existing folder first: {', '.join(commands)}"] if commands else []
-    if setting == "dataset.path" and (name := class_of(user_path(path))) is not None:
-        remedies.append(f"set dataset.torchvision={name} for these files of torchvision")
     if listing.ignored.keys() & _LISTS and is_file(user_path(path)):
         remedies.append("a list of images is a CSV file with the columns path and label")
     ignored = listing.ignored_kinds()

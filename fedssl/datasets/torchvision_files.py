@@ -77,9 +77,9 @@ def _check_unpacked(folder: Path, name: str) -> None:
         )
 
 
-def class_of(folder: Path) -> str | None:
-    """Return the class of `torchvision.datasets` whose files a folder, or its parent, has; None without any."""
-    return next((name for name in _PLACES if root_of(str(folder), name, required=False) is not None), None)
+def class_of(path: str) -> str | None:
+    """Return the class of `torchvision.datasets` whose files a path has, see `root_of`; None without any."""
+    return next((name for name in _PLACES if root_of(path, name, required=False) is not None), None)
 
 
 def index_torchvision(root: Path, name: str, query: Query) -> SequenceIndex | None:

@@ -144,7 +144,7 @@ def test_gray_images_of_idx_files(root, name):
     assert torch.equal(train.images[:][:, 0], torch.from_numpy(GRAY[:4]))
     assert (train.labels.tolist(), test.labels.tolist()) == ([5, 0, 4, 1], [9, 2])
     assert len(test.classes) == 10
-    assert class_of(folder) == class_of(root) == name
+    assert class_of(str(folder)) == class_of(str(root)) == name
 
 
 @pytest.mark.parametrize(
