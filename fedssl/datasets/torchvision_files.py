@@ -101,7 +101,7 @@ def index_torchvision(root: Path, name: str, query: Query) -> SequenceIndex | No
     data = _read(root, name, split)
     labels = np.asarray(data.labels if hasattr(data, "labels") else data.targets, dtype=np.int64)
     place = root / _PLACES[name]
-    log_once(logging.INFO, f"{place}: {split} of torchvision's {name}, {len(labels):,} images")
+    log_once(logging.INFO, f"{root}: {split} of torchvision's {name}, {len(labels):,} images")
     return _TorchvisionIndex(
         name=query.name,
         count=len(labels),
