@@ -17,10 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedssl.config.constraints import check_arguments
+from fedssl.config.literal import user_path
 from fedssl.datasets.base import ImageData, subsample_indices
 from fedssl.datasets.cache import read_images
 from fedssl.datasets.decoding import MAX_PIXELS, Decoding
 from fedssl.datasets.image_index import ImageIndex, Query
+from fedssl.datasets.listing import is_folder
 from fedssl.datasets.path_index import index_path
 from fedssl.datasets.raster import BACKGROUND
 from fedssl.datasets.sources import NoImagesError
@@ -60,12 +62,16 @@ def read(
     """Read one split; None if there is no such split.
 
     ``split`` is its name on the Hub, or in the names of folders, files, or arrays; or a word for it. ``hub`` is the
-    name of the data set on the Hub, with that of its subset behind a colon, if it has several. With a ``path`` the
-    network is not used. It may be the root of the class ``torchvision`` of `torchvision.datasets`, and must be if there
-    is no ``hub``. The other arguments are the settings of ``dataset=folder``.
+    name of the data set on the Hub, with that of its subset behind a colon, if it has several. With a ``path``, such as
+    a copy of the repository, the network is not used. It may be the root of the class ``torchvision`` of
+    `torchvision.datasets`, and must be if there is no ``hub``. The other arguments are the settings of
+    ``dataset=folder``.
     """
     check_arguments("dataset", folders=folders, split_folders=split_folders, test_fraction=test_fraction)
     check_arguments("dataset", storage=storage, pages=pages)
+    subset = (hub or "").partition(":")[2]
+    if path is not None and subset and is_folder(user_path(path) / subset):  # a copy of the repository
+        path = f"{path}/{subset}"
     query = Query(
         split=split,
         name=f"{hub if path is None else Path(path).name}-{split}-{size}px",

@@ -31,6 +31,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_copy_of_a_repository_has_further_subsets(tmp_path: Path) -> None:
+    for subset, values in (("cropped_digits", [1, 2]), ("full_numbers", [3, 4])):
+        (tmp_path / subset).mkdir()
+        pq.write_table(table(values, [0, 1], image="image"), tmp_path / subset / "train-00000-of-00001.parquet")
+    for path in (tmp_path, tmp_path / "cropped_digits"):
+        assert first_pixels(load_federated(settings_of("svhn", path=str(path), size=4)).images) == [1, 2]
+
+
 def test_parquet_folder(folder: Path) -> None:
     settings = settings_of("cifar10", path=str(folder), size=4)
     train = load_federated(settings)
