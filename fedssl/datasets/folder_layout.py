@@ -148,6 +148,7 @@ def _find_splits(listing: Listing, split_folders: bool | str, *, descend: bool) 
         below = [path[len(base) :].partition("/") for path in paths]
         names = sorted({name for name, slash, _ in below if slash})
         words = [name for name in names if split_of(name)]
+        names = [name for name in names if name in words or not _is_copy(name, below, words)]
         enter = descend and len(names) == 1 and all(slash for _, slash, _ in below)
         if split_folders is True and words + names[1:]:
             return base, names
@@ -161,6 +162,12 @@ def _find_splits(listing: Listing, split_folders: bool | str, *, descend: bool) 
             f"dataset.split_folders=true but {listing.root} has no folders of splits; set dataset.split_folders=auto"
         )
     return "", []
+
+
+def _is_copy(folder: str, below: Sequence[tuple[str, str, str]], words: Sequence[str]) -> bool:
+    """Return whether a folder repeats the splits beside it: chest_xray/chest_xray/train beside chest_xray/train."""
+    inner = (rest.partition("/")[0] for name, _, rest in below if name == folder)
+    return len(words) > 1 and {*inner} == {*words}
 
 
 def _are_splits(folder: str, names: Sequence[str], words: Sequence[str]) -> bool:

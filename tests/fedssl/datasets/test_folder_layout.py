@@ -86,6 +86,18 @@ def test_a_list_without_every_image_is_refused(tiny_imagenet: Path, text: str, m
         list_split("test", tiny_imagenet)
 
 
+@pytest.mark.parametrize("split_folders", ["auto", True])
+def test_a_copy_of_the_splits_beside_them_is_ignored(tmp_path: Path, split_folders: str | bool, caplog) -> None:
+    """As in the archive of chest X-rays that most people have."""
+    names = [f"{split}/{name}" for split in ("train", "test") for name in ("normal/1.png", "ill/2.png")]
+    root = touch(tmp_path, *names, *(f"chest_xray/{name}" for name in names))
+    with caplog.at_level("INFO"):
+        found = [labeled(root, list_split(split, root, split_folders=split_folders)) for split in SPLITS]
+    assert [[*one] for one in found] == [[names[1], names[0]], [names[3], names[2]]]
+    assert list_split("train", root, split_folders=split_folders).classes == ("ill", "normal")
+    assert "4 images outside the splits are not used" in caplog.text
+
+
 def test_splits_beside_other_folders_need_a_setting(tmp_path: Path) -> None:
     names = [f"{split}/{split}/{name}" for split in ("seg_train", "seg_test") for name in ("sea/1.png", "street/2.png")]
     root = touch(tmp_path, *names, "seg_pred/seg_pred/3.png")
