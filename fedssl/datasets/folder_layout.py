@@ -74,7 +74,8 @@ def list_split(source: Source, query: Query) -> SequenceIndex:
             "folder train beside it",
         )
     empty = [name for part in parts.values() for name in part.empty]
-    empty += [name for name in listing.subfolders(base) if names and name not in names]
+    filled = {path[len(base) :].partition("/")[0] for path in listing.paths}
+    empty += [name for name in listing.subfolders(base) if names and name not in filled]
     source.log(_layout(listing, parts if names else {}, classes, empty))
 
     train, held_out = matching("train", parts), [name for kind in HELD_OUT for name in matching(kind, parts)]

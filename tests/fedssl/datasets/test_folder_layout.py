@@ -96,6 +96,7 @@ def test_a_copy_of_the_splits_beside_them_is_ignored(tmp_path: Path, split_folde
     assert [[*one] for one in found] == [[names[1], names[0]], [names[3], names[2]]]
     assert list_split("train", root, split_folders=split_folders).classes == ("ill", "normal")
     assert "4 images outside the splits are not used" in caplog.text
+    assert "without images" not in caplog.text
 
 
 def test_splits_beside_other_folders_need_a_setting(tmp_path: Path) -> None:
