@@ -54,8 +54,8 @@ _TRANSPOSED = 5  # the first EXIF orientation that exchanges width and height
 def read_masks(images: LabeledImages, where: str) -> Tensor:
     """Return the classes of the pixels of images, uint8 ``(n, size, size)``.
 
-    ``where`` is a folder with a mask for every image file, of the same name except for its ending, in the same
-    subfolders, if any. Otherwise it is a column of the data set.
+    ``where`` is a folder with a mask for every image file, of the same name except for its ending, or with ``_mask``
+    behind it, in the same subfolders, if any. Otherwise it is a column of the data set.
     """
     if images.origin is None:
         raise InputError(f"evaluation.masks={where} but the data set has no files; use dataset.path=FOLDER")
@@ -102,6 +102,7 @@ def _mask_files(folder: Path, images: Sequence[str]) -> list[Path]:
     """Return the mask of each image: that with the longest common end of its path."""
     files = (path for path in sorted(folder.rglob("*.*")) if names_image(path.name))  # beside others, such as outlines
     masks = {path.relative_to(folder).with_suffix("").as_posix(): path for path in files}
+    masks |= {name.removesuffix("_mask"): path for name, path in masks.items() if name.endswith("_mask")}
     found, missing = list[Path](), list[Path]()
     for image in images:
         paths = (PurePath(image), PurePath(image).with_suffix(""))  # a folder of bands, or photo.jpg.png
@@ -111,7 +112,7 @@ def _mask_files(folder: Path, images: Sequence[str]) -> list[Path]:
     if missing:
         raise InputError(
             f"{folder} has no mask for {len(missing)} of {len(images)} images ({shortened(map(str, missing))}); "
-            "give each mask the name of its image, except for the ending"
+            "give each mask the name of its image, except for the ending, or NAME_mask"
         )
     repeated = [str(mask) for mask, number in Counter(found).items() if number > 1]
     if repeated:

@@ -233,6 +233,15 @@ def test_masks_with_lossy_compression_are_refused(tmp_path: Path):
         read_masks(subject.train, str(tmp_path / "masks"))
 
 
+def test_masks_beside_their_images_have_a_suffix(tmp_path: Path):
+    expected = read_masks(write(tmp_path).test, str(tmp_path / "masks"))
+    for mask in (tmp_path / "masks").rglob("*.png"):
+        mask.rename(tmp_path / "images" / mask.parent.name / f"{mask.stem}_mask.png")
+    subject = subject_of(tmp_path / "images")
+    assert len(subject.test.images) == 6
+    assert torch.equal(read_masks(subject.test, str(tmp_path / "images")), expected)
+
+
 def test_every_image_has_its_own_mask(tmp_path: Path):
     subject = write(tmp_path, count=2)
     folder = tmp_path / "masks"
