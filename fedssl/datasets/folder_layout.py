@@ -4,7 +4,7 @@
   overrides this. Subfolders without images do not count.
 - If all images are in one subfolder, which only has subfolders, then these are meant.
 - Classes are those of all splits, in the order of their names as text. With a single one there are no labels.
-- A list in the folder of a split names the classes of its images, see `_listed_classes`.
+- A list in the folder of a split names the classes of its images, see `fedssl.datasets.manifest.listed_classes`.
 """
 
 import logging
@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fedssl.csv_file import decoded
 from fedssl.datasets.formats import FORMAT_OF, SUFFIXES, is_zarr
 from fedssl.datasets.image_index import Query, SequenceIndex
-from fedssl.datasets.listing import Listing, ending_of, is_file
+from fedssl.datasets.listing import Listing, ending_of
+from fedssl.datasets.manifest import listed_classes
 from fedssl.datasets.sources import Source
 from fedssl.datasets.splits import HELD_OUT, domain_of, is_held_out_of, matching, split_of
 from fedssl.errors import InputError, shortened
@@ -73,8 +73,11 @@ def list_split(source: Source, query: Query) -> SequenceIndex:
             f"{below}: {shortened(words)} is trained on as a class; if it is a split, move the other folders into a "
             "folder train beside it",
         )
+    if folders == "owner/class" and (wrapper := _wrapper(parts)):
+        line = f"{below}: all images are of one owner (domain), {wrapper}; if this folder only holds the owners, set "
+        warnings += (f"{line}dataset.path={below}/{wrapper}",)
     empty = [name for part in parts.values() for name in part.empty]
-    filled = {path[len(base) :].partition("/")[0] for path in listing.paths}
+    filled = {path[len(base) :].partition("/")[0] for path in [*listing.paths, *listing.repeated]}
     empty += [name for name in listing.subfolders(base) if names and name not in filled]
     source.log(_layout(listing, parts if names else {}, classes, empty))
 
@@ -139,6 +142,13 @@ def _test_folders(below: str, parts: Mapping[str, _Part], classes: Sequence[str]
     return chosen
 
 
+def _wrapper(parts: Mapping[str, _Part]) -> str:
+    """Return the only owner if all images are in subfolders of its classes; empty otherwise."""
+    owners = {name for part in parts.values() for name in part.names.get("owner", ())}
+    inner = (file[len(part.folder) + 1 :] for part in parts.values() for file in part.files)
+    return owners.pop() if len(owners) == 1 and all(path.count("/") > 2 for path in inner) else ""
+
+
 def _find_splits(listing: Listing, split_folders: bool | str, *, descend: bool) -> tuple[str, list[str]]:
     """Return the folder of the splits' folders, empty or ending in "/", and their names; no names if there are none.
 
@@ -149,7 +159,9 @@ def _find_splits(listing: Listing, split_folders: bool | str, *, descend: bool) 
         below = [path[len(base) :].partition("/") for path in paths]
         names = sorted({name for name, slash, _ in below if slash})
         words = [name for name in names if split_of(name)]
-        names = [name for name in names if name in words or not _is_copy(name, below, words)]
+        if split_folders == "auto" and len(words) < len(names):
+            copies = _copies(below, words)
+            names = [name for name in names if name not in copies]
         enter = descend and len(names) == 1 and all(slash for _, slash, _ in below)
         if split_folders is True and words + names[1:]:
             return base, names
@@ -165,10 +177,12 @@ def _find_splits(listing: Listing, split_folders: bool | str, *, descend: bool) 
     return "", []
 
 
-def _is_copy(folder: str, below: Sequence[tuple[str, str, str]], words: Sequence[str]) -> bool:
-    """Return whether a folder repeats the splits beside it: chest_xray/chest_xray/train beside chest_xray/train."""
-    inner = (rest.partition("/")[0] for name, _, rest in below if name == folder)
-    return len(words) > 1 and {*inner} == {*words}
+def _copies(below: Sequence[tuple[str, str, str]], words: Sequence[str]) -> set[str]:
+    """Return the folders that repeat the splits beside them: chest_xray/chest_xray/train beside chest_xray/train."""
+    inner = defaultdict[str, set[str]](set)
+    for name, _, rest in below if len(words) > 1 else ():
+        inner["" if name in words else name].add(f"{name}/{rest}" if name in words else rest)
+    return {name for name, found in inner.items() if name and found == inner[""]}
 
 
 def _are_splits(folder: str, names: Sequence[str], words: Sequence[str]) -> bool:
@@ -189,8 +203,9 @@ def _part(listing: Listing, folders: str, *, domain: str = "", compared: bool = 
 
     All of them are in a folder with the name of the ``domain``, if there is one: trainA/1.png is read as train/A/1.png.
     """
-    if folders == "class" and (listed := _listed_classes(listing)):
-        return _Part(listing.root, [f"{listing.root}/{path}" for path in listing.paths], {"class": listed})
+    if folders == "class" and (listed := listed_classes(Path(listing.root), listing.paths)):
+        files = [f"{listing.root}/{path}" for path in listing.paths]
+        return _Part(listing.root, files, {"class": listed}, listing.identities() if compared else ())
     first, levels = f"{domain}/" if domain else "", _LEVELS[folders]
     paths, below = ([f"{first}{path}" for path in listed] for listed in (listing.paths, listing.folders))
     start = _num_wrappers(paths) if folders == "class" and paths else 0
@@ -214,23 +229,6 @@ def _part(listing: Listing, folders: str, *, domain: str = "", compared: bool = 
     empty = [_display(folder.rpartition("/")[2]) for folder in below if folder.count("/") == depth - 1]
     identities = listing.identities() if compared else ()
     return _Part(listing.root, files, names, identities, sorted({*empty} - {*(columns or [[]])[-1]}))
-
-
-def _listed_classes(listing: Listing) -> list[str]:
-    """Return the classes of the images of a split by the list in its folder; none without a list.
-
-    Tiny ImageNet has ``val/val_annotations.txt``, whose lines begin with the name of an image and its class.
-    """
-    file = Path(listing.root, f"{Path(listing.root).name}_annotations.txt")
-    if not is_file(file):
-        return []
-    lines = (line.split("\t") for line in decoded(file).splitlines())
-    classes = {name: _display(values[0].strip()) for name, *values in lines if values}
-    names = [path.rpartition("/")[2] for path in listing.paths]
-    missing = [name for name in names if name not in classes]
-    if missing and len(missing) < len(names):
-        raise InputError(f"{file} has no class of {shortened(missing)}; complete it, or delete it for no labels")
-    return [] if missing else [classes[name] for name in names]
 
 
 def _num_wrappers(paths: Sequence[str]) -> int:

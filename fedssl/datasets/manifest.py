@@ -14,7 +14,7 @@ from pyarrow import csv, json
 from fedssl.csv_file import csv_text, decoded
 from fedssl.datasets.formats import SUFFIXES as IMAGE_SUFFIXES
 from fedssl.datasets.listing import ending_of, is_file, is_folder, list_files
-from fedssl.errors import shortened
+from fedssl.errors import InputError, shortened
 from fedssl.logs import log_once
 
 SUFFIXES = (".csv", ".tsv", ".jsonl")
@@ -27,6 +27,25 @@ def manifest_table(file: Path) -> pa.Table:
     return _table(file, file.stat().st_mtime_ns)
 
 
+def listed_classes(folder: Path, paths: Sequence[str]) -> list[str]:
+    """Return the classes of the images ``paths`` of a split by the list in its folder; none without a list.
+
+    Tiny ImageNet has ``val/val_annotations.txt``, whose lines begin with the name of an image and its class.
+    """
+    file = folder / f"{folder.name}_annotations.txt"
+    if not is_file(file):
+        return []
+    lines = (line.split("\t") for line in decoded(file).splitlines())
+    classes = {name: values[0].strip() for name, *values in lines if values}
+    names = [path.rpartition("/")[2] for path in paths]
+    missing = [name for name in names if name not in classes]
+    if missing and len(missing) < len(names):
+        raise InputError(f"{file} has no class of {shortened(missing)}; complete it, or delete it for no labels")
+    if not missing and len({*names}) < len(names):
+        raise InputError(f"{file} has names that several images below {folder} have; give each image another name")
+    return [] if missing else [classes[name] for name in names]
+
+
 def named_file(value: str, folder: Path) -> Path:
     """Return the file that a table in ``folder`` names, also without its ending; Windows writes backslashes.
 
@@ -35,8 +54,9 @@ def named_file(value: str, folder: Path) -> Path:
     path = folder / value.strip()
     if "\\" in value and not path.exists():
         path = folder / value.strip().replace("\\", os.sep)
-    if value.strip().startswith((f"{folder.name}/", f"{folder.name}\\")) and not path.exists():  # as of CheXpert
-        path = folder.joinpath(*path.relative_to(folder).parts[1:])
+    name, text = folder.name or folder.absolute().name, value.strip().replace("\\", "/")
+    if name and text.startswith(f"{name}/") and not path.exists():  # as of CheXpert
+        path = folder / text.removeprefix(f"{name}/")
     if not value.isascii() and not path.exists():  # macOS writes the letters of names and their accents one by one
         forms = (Path(unicodedata.normalize(form, str(path))) for form in ("NFC", "NFD"))
         path = next((other for other in forms if other.exists()), path)

@@ -86,17 +86,19 @@ def test_a_list_without_every_image_is_refused(tiny_imagenet: Path, text: str, m
         list_split("test", tiny_imagenet)
 
 
-@pytest.mark.parametrize("split_folders", ["auto", True])
-def test_a_copy_of_the_splits_beside_them_is_ignored(tmp_path: Path, split_folders: str | bool, caplog) -> None:
-    """As in the archive of chest X-rays that most people have."""
+def test_a_copy_of_the_splits_beside_them_is_ignored(tmp_path: Path, caplog) -> None:
+    """As in the archive of chest X-rays that most people have; a folder with other images is no copy."""
     names = [f"{split}/{name}" for split in ("train", "test") for name in ("normal/1.png", "ill/2.png")]
     root = touch(tmp_path, *names, *(f"chest_xray/{name}" for name in names))
     with caplog.at_level("INFO"):
-        found = [labeled(root, list_split(split, root, split_folders=split_folders)) for split in SPLITS]
+        found = [labeled(root, list_split(split, root)) for split in SPLITS]
     assert [[*one] for one in found] == [[names[1], names[0]], [names[3], names[2]]]
-    assert list_split("train", root, split_folders=split_folders).classes == ("ill", "normal")
+    assert list_split("train", root).classes == ("ill", "normal")
     assert "4 images outside the splits are not used" in caplog.text
     assert "without images" not in caplog.text
+    touch(root, "chest_xray/train/ill/3.png")
+    with pytest.raises(InputError, match=r"named after splits \(test, train\) beside others \(chest_xray\)"):
+        list_split("train", root)
 
 
 def test_splits_beside_other_folders_need_a_setting(tmp_path: Path) -> None:

@@ -55,6 +55,12 @@ def test_files_as_people_write_them(images: Path, text: str | bytes) -> None:
     assert (data.classes, data.labels.tolist()) == (("cat", "dog"), [0, 1])
 
 
+def test_a_relative_table_has_a_folder_with_a_name(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(images)
+    rows = f"path\n{images.name}/my images/3.png\n/absent/4.png\n\\absent\\5.png\n"
+    assert first_pixels(read(images, rows, path="list.csv", skip_missing=True).images) == [30]
+
+
 def test_a_list_of_another_kind_is_refused(images: Path) -> None:
     (images / "list.txt").write_text("my images/1.png 0")
     with pytest.raises(
