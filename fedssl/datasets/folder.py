@@ -118,4 +118,7 @@ def _index_path(path: str, query: Query, *, is_of_hub: bool) -> ImageIndex | Non
     except NoImagesError as error:
         if (name := class_of(path)) is None:
             raise
-        raise InputError(f"{error}; set dataset.torchvision={name} for these files of torchvision") from error
+        remedy = f"these are files of torchvision's {name}: " + (
+            "choose its data set" if is_of_hub else f"set dataset.torchvision={name}"
+        )
+        raise InputError(f"{error}; {remedy}") from error

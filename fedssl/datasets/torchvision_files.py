@@ -1,13 +1,14 @@
 """Data sets in the files that `torchvision.datasets` downloads and reads, such as ``cifar-10-batches-py``.
 
-torchvision compares pickles and files of MATLAB with their published MD5 before it opens them, so that no other pickle
-is loaded.
+torchvision compares the files of CIFAR, SVHN and STL-10 with their published MD5 before it opens them, so that no other
+pickle is loaded. Files of MNIST have numbers only.
 """
 
 import logging
 import shlex
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache, lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import numpy as np
 
 from fedssl.config.literal import user_path
 from fedssl.config.overrides import did_you_mean
-from fedssl.datasets.image_index import Place, Query, RecordSequence, SequenceIndex
+from fedssl.datasets.image_index import Place, Query, RecordSequence, SequenceIndex, file_line
+from fedssl.datasets.listing import is_file, is_folder
 from fedssl.datasets.npy import as_images, npy_bytes
 from fedssl.datasets.splits import split_of_word
 from fedssl.errors import InputError
@@ -36,7 +38,6 @@ _ARCHIVES = {
     "STL10": "stl10_binary.tar.gz",
 }
 _SPLITS: Mapping[str, tuple[str, ...]] = {"SVHN": ("train", "test", "extra"), "STL10": ("train", "test", "unlabeled")}
-_LABELS = (None, "label", "labels", "fine_label")
 
 
 def root_of(path: str, name: str, *, required: bool) -> Path | None:
@@ -50,10 +51,10 @@ def root_of(path: str, name: str, *, required: bool) -> Path | None:
             f"dataset.torchvision={name} is not read{did_you_mean(name, _PLACES)}; allowed are {', '.join(_PLACES)}"
         )
     folder, place = user_path(path).absolute(), Path(_PLACES[name])
-    if (folder / place).exists():
+    if _exists(folder / place):
         return folder
     above = Path(*folder.parts[: -len(place.parts)])
-    if above / place == folder and folder.exists():
+    if above / place == folder and _exists(folder):
         return above
     _check_unpacked(folder, name)
     if required:
@@ -64,12 +65,17 @@ def root_of(path: str, name: str, *, required: bool) -> Path | None:
     return None
 
 
+def _exists(path: Path) -> bool:
+    return is_folder(path) or is_file(path)
+
+
 def _check_unpacked(folder: Path, name: str) -> None:
-    """Raise an `InputError` if a path is the archive of a class, or a folder that has it in place of parquet files."""
+    """Raise an `InputError` if a path is the archive of a class, or a folder that has it in place of tables."""
     if name not in _ARCHIVES:
         return
     archive = folder if folder.name == _ARCHIVES[name] else folder / _ARCHIVES[name]
-    if archive.is_file() and not any(folder.glob("**/*.parquet")):
+    others = chain.from_iterable(folder.glob(f"**/*{ending}") for ending in (".parquet", ".arrow"))
+    if is_file(archive) and not any(others):
         command = shlex.join(["tar", "xf", str(archive), "-C", str(archive.parent)])
         raise InputError(
             f"{archive} is the archive of torchvision's {name}; unpack it with {command} and give dataset.path="
@@ -90,7 +96,7 @@ def index_torchvision(root: Path, name: str, query: Query) -> SequenceIndex | No
                 f"dataset.{setting}={getattr(query, setting)} is a column, which torchvision's files lack; "
                 f"set dataset.{setting}=null"
             )
-    if query.label not in _LABELS:
+    if query.label not in (None, "label", *(["fine_label"] if name == "CIFAR100" else [])):
         raise InputError(
             f"dataset.label={query.label} is not in torchvision's files of {name}; remove it, set dataset.label=null, "
             "or use parquet files of the Hub"
@@ -98,39 +104,54 @@ def index_torchvision(root: Path, name: str, query: Query) -> SequenceIndex | No
     split = split_of_word(query.split) or query.split
     if split not in _SPLITS.get(name, ("train", "test")):
         return None
-    data = _read(root, name, split)
+    files = _files(root, name)
+    load = partial(_read, root, name, split, "".join(str(file_line(file)) for file in files))
+    data = load()
     labels = np.asarray(data.labels if hasattr(data, "labels") else data.targets, dtype=np.int64)
-    place = root / _PLACES[name]
+    if len(labels) != len(data.data):
+        raise _damaged(root, name)
     log_once(logging.INFO, f"{root}: {split} of torchvision's {name}, {len(labels):,} images")
     return _TorchvisionIndex(
         name=query.name,
         count=len(labels),
         decoding=query.decoding,
-        files=sorted(file for file in place.iterdir() if file.is_file()) if place.is_dir() else [root / data.filename],
+        files=files,
         num_in_files=len(labels),
         key={"reader": "torchvision", "class": name, "split": split},
-        images=_Images(cache(partial(_arrays, root, name, split, query.decoding.channels)), np.arange(len(labels))),
+        images=_Images(cache(lambda: _array(load(), query.decoding.channels)), np.arange(len(labels))),
         labels=None if query.label is None else labels,
         classes=() if query.label is None else tuple(getattr(data, "classes", ())),
     )
 
 
-def _read(root: Path, name: str, split: str) -> Any:
-    """Return torchvision's data set, with all its images in memory."""
+def _files(root: Path, name: str) -> list[Path]:
+    """Return the files that torchvision may read, also of its older forms of MNIST."""
+    if name == "SVHN":
+        return sorted(root.glob("*_32x32.mat"))
+    return sorted(file for file in (root / Path(_PLACES[name]).parts[0]).rglob("*") if is_file(file))
+
+
+def _damaged(root: Path, name: str) -> InputError:
+    return InputError(
+        f"{root / _PLACES[name]}: files of torchvision's {name} are missing or damaged; unpack its archive again"
+    )
+
+
+@lru_cache(maxsize=1)  # the index needs the labels, and then the decoding the images
+def _read(root: Path, name: str, split: str, stamp: str) -> Any:
+    """Return torchvision's data set, with all its images in memory; ``stamp`` changes with its files."""
     import torchvision.datasets  # slow
 
     which = {"split": split} if name in _SPLITS else {"train": split == "train"}
     try:
         return getattr(torchvision.datasets, name)(root, **which)
-    except (RuntimeError, OSError, ValueError) as error:
-        raise InputError(
-            f"{root / _PLACES[name]}: files of torchvision's {name} are missing or damaged; unpack its archive again"
-        ) from error
+    except Exception as error:  # damaged files can raise anything
+        raise _damaged(root, name) from error
 
 
-def _arrays(root: Path, name: str, split: str, channels: int) -> np.ndarray:
+def _array(data: Any, channels: int) -> np.ndarray:
     """Return the images ``(n, height, width, channels)``."""
-    array = np.asarray(_read(root, name, split).data)
+    array = np.asarray(data.data)
     return as_images(array[..., None] if array.ndim == 3 else array, channels)
 
 

@@ -9,12 +9,13 @@ import subprocess
 import tarfile
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from torchvision.datasets import CIFAR10, CIFAR100, STL10, SVHN
 
-from fedssl.datasets.base import load_federated, load_split
+from fedssl.datasets.base import forget_images, load_federated, load_split
 from fedssl.datasets.torchvision_files import class_of
 from fedssl.errors import InputError
 from tests.fedssl.datasets.made import settings_of, table
@@ -131,20 +132,57 @@ def test_unlabeled_images_of_stl10(root, monkeypatch):
     assert (train.labels.tolist(), load_split(data, "test").labels.tolist()) == ([0, 9], [2])
 
 
-@pytest.mark.parametrize("name", ["MNIST", "FashionMNIST", "KMNIST"])
-def test_gray_images_of_idx_files(root, name):
+def write_idx(root, name):
     folder = root / name / "raw"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for prefix, rows in (("train", slice(0, 4)), ("t10k", slice(4, 6))):
         images, labels = GRAY[rows], np.array([5, 0, 4, 1, 9, 2], np.uint8)[rows]
         (folder / f"{prefix}-images-idx3-ubyte").write_bytes(struct.pack(">4i", 2051, *images.shape) + images.tobytes())
         (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 2049, len(labels)) + labels.tobytes())
-    data = settings_of("folder", path=str(root), torchvision=name, size=28, channels=1, mean=[0.5], std=[0.5])
+    return settings_of("folder", path=str(root), torchvision=name, size=28, channels=1, mean=[0.5], std=[0.5])
+
+
+@pytest.mark.parametrize("name", ["MNIST", "FashionMNIST", "KMNIST"])
+def test_gray_images_of_idx_files(root, name):
+    data = write_idx(root, name)
     train, test = load_split(data, "train"), load_split(data, "test")
     assert torch.equal(train.images[:][:, 0], torch.from_numpy(GRAY[:4]))
     assert (train.labels.tolist(), test.labels.tolist()) == ([5, 0, 4, 1], [9, 2])
     assert len(test.classes) == 10
-    assert class_of(str(folder)) == class_of(str(root)) == name
+    assert class_of(str(root / name / "raw")) == class_of(str(root)) == name
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        bytes(12),
+        struct.pack(">2i", 2049, 3) + bytes(3),
+        struct.pack(">2i", 2049, 9) + bytes(9),
+        struct.pack(">i", 2561),
+    ],
+    ids=["zeros", "few", "many", "type"],
+)
+def test_damaged_labels_of_idx_files_are_one_sentence(root, labels):
+    data = write_idx(root, "MNIST")
+    (root / "MNIST/raw/train-labels-idx1-ubyte").write_bytes(labels)
+    with pytest.raises(InputError, match="MNIST/raw: files of torchvision's MNIST are missing or damaged; unpack"):
+        load_split(data, "train")
+
+
+def test_changed_files_are_read_again(root):
+    first = load_split(write_idx(root, "MNIST"), "train")
+    file = root / "MNIST/raw/train-images-idx3-ubyte"
+    file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 255]))
+    forget_images()
+    again = load_split(settings_of("folder", path=str(root), torchvision="MNIST", size=28), "train")
+    assert first.images[:][3, 0, 27, 27] == 255 - again.images[:][3, 0, 27, 27]
+
+
+def test_long_patterns_are_no_folders(tmp_path):
+    pq.write_table(table([0, 9], [3, 1]), tmp_path / "train-00.parquet")
+    names = ",".join(f"train-{number:02}.parquet" for number in [0] * 30)
+    data = settings_of("cifar10", path=f"{tmp_path}/{{{names}}}", size=4)
+    assert load_split(data, "train").labels.tolist() == [3, 1]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +196,7 @@ def test_gray_images_of_idx_files(root, name):
             {"torchvision": "KMNIST"},
             r"has no KMNIST/raw of torchvision's KMNIST; give the root of torchvision.datasets.K",
         ),
-        ({}, "holds no image .*; set dataset.torchvision=CIFAR10 for these files of torchvision"),
+        ({}, "holds no image .*; these are files of torchvision's CIFAR10: set dataset.torchvision=CIFAR10"),
         ({"torchvision": "CIFAR10", "owner": "user"}, "dataset.owner=user is a column, which torchvision's files lack"),
     ],
 )
@@ -181,14 +219,22 @@ def test_an_archive_is_unpacked_by_the_command_of_the_error(root, cifar10, of_fo
     assert load_split(settings_of("cifar10", path=path), "train").labels.tolist() == [*range(8)]
 
 
-def test_parquet_files_beside_the_archive_are_read(root):
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_tables_beside_the_archive_are_read(root, ending):
     root.mkdir()
     with tarfile.open(root / "cifar-10-python.tar.gz", "w:gz"):
-        pq.write_table(table([0, 9], [3, 1]), root / "train.parquet")
+        contents = table([0, 9], [3, 1])
+    if ending == "parquet":
+        pq.write_table(contents, root / "train.parquet")
+    else:
+        with pa.ipc.new_stream(root / "train.arrow", contents.schema) as writer:
+            writer.write_table(contents)
     assert load_split(settings_of("cifar10", path=str(root), size=4), "train").labels.tolist() == [3, 1]
 
 
 def test_files_of_another_data_set_are_not_read(root, cifar10):
     """Tiny ImageNet has the settings of CIFAR-10, but not its files."""
-    with pytest.raises(InputError, match="holds no image"):
+    with pytest.raises(
+        InputError, match="holds no image .*; these are files of torchvision's CIFAR10: choose its data"
+    ):
         load_split(settings_of("tiny_imagenet", path=str(root)), "train")
