@@ -2,10 +2,11 @@
 
     uv run python benchmarks/label_next.py encoder.pt [encoder.pt ...] dataset=digits [dataset.key=value ...]
 
-The encoders are of runs with different seeds. For each, and for raw pixels, 50 images are labeled: as many of
-each class ("per class"), random ones, or typical ones. The classifier predicts the test images. Then 50, 100 and 200
-images with equal numbers per class are labeled, and as many are chosen in addition: random, typical or uncertain ones.
-Accuracy in %, mean of three draws, which are the same for all encoders, with the standard deviation over encoders.
+The encoders are of runs with different seeds. For each, and for raw pixels, 50 images are labeled: as many of each
+class ("per class"; fewer than 50 if these cannot be equal numbers), random ones, or typical ones. The classifier
+predicts the test images. Then 50, 100 and 200 images with equal numbers per class are labeled, and as many are chosen
+in addition: random, typical or uncertain ones. Accuracy in %, mean of three draws, which are the same for all encoders,
+with the standard deviation over encoders.
 """
 
 import argparse
@@ -99,12 +100,12 @@ def main() -> None:
             ):
                 add(f"{source}, per class", each, a, b)
                 for kind in ("random", "typical"):
-                    add(f"{source}, {kind}", choose(a, each[:0], FIRST, kind, None, draw), a, b)
+                    add(f"{source}, {kind}", choose(a, each[:0], len(each), kind, None, draw), a, b)
             for number in (50, 100, 200):
                 start = sample_per_class(train.labels, per_class=number // classes, generator=generator).numpy()
                 model = fitted(x, labels, start)
                 for kind in ("random", "typical", "uncertain"):
-                    more = choose(x, start, number, kind, model, draw)
+                    more = choose(x, start, len(start), kind, model, draw)
                     add(f"encoder, {number} and {number} {kind}", np.concatenate([start, more]), x, x_test)
         for name, values in accuracies.items():
             results[name].append(mean(values))

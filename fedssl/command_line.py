@@ -175,7 +175,7 @@ def _memory_remedy() -> str:
         import resource  # Windows has none
 
         if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-            return "raise the limit of the shell: ulimit -v"
+            return "raise the limit of the shell: ulimit -v unlimited"
     return "free memory"
 
 

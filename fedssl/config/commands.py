@@ -24,17 +24,24 @@ def run_with_overrides(name: str, usage: str, run: Callable[[Sequence[str]], str
     if is_asked or not sys.argv[1:]:
         print(usage)
         return 0 if is_asked else 2
-    return run_command(name, lambda: print(sanitize(run(_checked(expand_config_dir_flag(sys.argv[1:]))), lines=True)))
+    return run_command(
+        name, lambda: print(sanitize(run(_with_keys(expand_config_dir_flag(sys.argv[1:]), usage)), lines=True))
+    )
 
 
-def _checked(words: Sequence[str]) -> Sequence[str]:
-    """Return the words; `InputError` for one without a key, e.g. a path without its option."""
+def _with_keys(words: Sequence[str], usage: str) -> Sequence[str]:
+    """Return the words; `InputError` for one without a key, such as a path without its option."""
     for word in words:
-        if "=" not in word and not word.startswith(("~", "-")):
-            path = Path(word)
-            key = "encoder" if path.is_file() else "run" if (path / "config.yaml").is_file() else "images"
-            remedy = f"write {key}={shlex.quote(word)}" if path.exists() else "quote values with spaces"
-            raise InputError(f"{word} does not have the form key=value; {remedy}")
+        if "=" in word or word.startswith(("~", "-")):
+            continue
+        remedy = "quote values with spaces"
+        if os.access(word, os.F_OK) or len(words) == 1:  # `Path.exists` raises for long names
+            key = "images" if "images=PATH" in usage else "dataset.path"
+            if " run=" in usage:
+                is_run = os.access(f"{word}/config.yaml", os.F_OK)
+                key = "run" if is_run else "encoder" if word.endswith((".pt", ".onnx")) else key
+            remedy = f"write {key}={shlex.quote(word)}"
+        raise InputError(f"{word} does not have the form key=value; {remedy}")
     return words
 
 

@@ -7,6 +7,7 @@ the Hub the others.
 import logging
 import os
 import re
+import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,9 @@ IMAGES, TABLES, ARRAYS = "images", "tables", "arrays"
 _CONTAINERS = dict.fromkeys((".arrow", ".parquet", *SHARD_SUFFIXES), TABLES) | {".npz": ARRAYS}  # kinds by ending
 _MANIFESTS = dict.fromkeys(MANIFEST_SUFFIXES, TABLES)  # only if the path names them
 ALLOWED = " ".join((*_CONTAINERS, *_MANIFESTS, *SUFFIXES))
-_LISTS = {".json", ".lst", ".txt", ".xls", ".xlsx"}
+_LIST_SUFFIXES = {".json", ".lst", ".txt", ".xls", ".xlsx"}
 _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
-_MASK = re.compile(r"(.+)_[mM]ask(?:_?\d+)?", re.DOTALL)
+MASK = re.compile(r"(.+)_[mM]ask(?:_?\d+)?", re.DOTALL)  # name of a mask, with that of its image
 _MAX_NAMES = 10**6  # that braces stand for
 _UNPACK = {
     ".zip": "unzip FILE -d FOLDER",
@@ -68,7 +69,9 @@ class Source:
             line = (
                 f"{len(self.masks):,} images are ignored as masks of those beside them ({shortened(self.masks)}); to "
             )
-            lines.append(f"{line}read these alone, set '{self.setting}={self.listing.root}/**/*_[mM]ask*'")
+            lines.append(
+                f"{line}read these alone, set {shlex.quote(f'{self.setting}={self.listing.root}/**/*_[mM]ask*')}"
+            )
         others = sorted((_CONTAINERS | _MANIFESTS).keys() & ignored.keys()) if self.kind == IMAGES else []
         if others:
             count = sum(ignored[ending] for ending in others)
@@ -115,7 +118,7 @@ def _masks(names: Sequence[str]) -> list[str]:
     """Return the images that are masks of others: ``X_mask.png`` and ``X_mask_1.png`` beside ``X.png``, as of BUSI."""
     named = [name for name in names if "_mask" in name.lower()]
     images = {name[: -len(ending_of(name))] for name in names} if named else set()
-    found = {name: _MASK.fullmatch(name[: -len(ending_of(name))]) for name in named}
+    found = {name: MASK.fullmatch(name[: -len(ending_of(name))]) for name in named}
     return [name for name, match in found.items() if match and match[1] in images]
 
 
@@ -129,7 +132,7 @@ def _no_images(path: str, listing: Listing, setting: str) -> NoImagesError:
     remedies = [remedy for _, remedy in missing_packages(listing.ignored)]
     commands = dict.fromkeys(_UNPACK[ending] for ending in listing.ignored if ending in _UNPACK)
     remedies += [f"unpack archives into an existing folder first: {', '.join(commands)}"] if commands else []
-    if listing.ignored.keys() & _LISTS and is_file(user_path(path)):
+    if listing.ignored.keys() & _LIST_SUFFIXES and is_file(user_path(path)):
         remedies.append("a list of images is a CSV file with the columns path and label")
     ignored = listing.ignored_kinds()
     found = f" (ignored {ignored})" if ignored else ""

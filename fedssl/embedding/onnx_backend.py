@@ -15,6 +15,7 @@ from fedssl.embedding.embedder import Embedder
 from fedssl.errors import InputError
 from fedssl.logs import log_once
 from fedssl.machine.process import available_cores
+from fedssl.safe_io import valid_text
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider", "mps": "CoreMLExecutionProvider"}
 
@@ -68,8 +69,9 @@ def load(source: Path, *, device: str, folders: Sequence[Path]) -> OnnxEmbedder:
     options.log_severity_level = 3
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # decoding threads need the cores
     try:
-        # Of bytes, since ONNX Runtime refuses paths that are not UTF-8.
-        session = onnxruntime.InferenceSession(file.read_bytes(), options, providers=[provider])
+        # ONNX Runtime refuses paths that are not UTF-8, and bytes of a graph with further files.
+        graph = str(file) if valid_text(str(file)) == str(file) else file.read_bytes()
+        session = onnxruntime.InferenceSession(graph, options, providers=[provider])
         kind = next(name for name, value in _PROVIDERS.items() if value == provider)
         embedder = OnnxEmbedder(session, digest=file_identity(file), device=kind)
     except InputError:

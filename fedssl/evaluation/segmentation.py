@@ -35,6 +35,7 @@ from fedssl.datasets.image_index import ImageIndex
 from fedssl.datasets.manifest import names_image
 from fedssl.datasets.pixels import is_min_is_white, orientation_of, upright, white_of_file
 from fedssl.datasets.raster import Raster
+from fedssl.datasets.sources import MASK
 from fedssl.encoders.base import Encoder
 from fedssl.encoders.tokens import TokenEncoder
 from fedssl.errors import InputError, shortened
@@ -101,8 +102,13 @@ def check_separate(train: LabeledImages, test: LabeledImages, where: str) -> Non
 def _mask_files(folder: Path, images: Sequence[str]) -> list[Path]:
     """Return the mask of each image: that with the longest common end of its path."""
     files = (path for path in sorted(folder.rglob("*.*")) if names_image(path.name))  # beside others, such as outlines
-    masks = {path.relative_to(folder).with_suffix("").as_posix(): path for path in files}
-    masks |= {name.removesuffix("_mask"): path for name, path in masks.items() if name.endswith("_mask")}
+    named = {path.relative_to(folder).with_suffix("").as_posix(): path for path in files}
+    masks = {name: path for name, path in named.items() if str(path.absolute()) not in {*images}}
+    for name, path in named.items():
+        if match := MASK.fullmatch(name):
+            if MASK.fullmatch(masks.get(match[1], PurePath()).stem):
+                raise InputError(f"{masks[match[1]]} and {path.name} are masks of one image; merge them into one file")
+            masks[match[1]] = path
     found, missing = list[Path](), list[Path]()
     for image in images:
         paths = (PurePath(image), PurePath(image).with_suffix(""))  # a folder of bands, or photo.jpg.png

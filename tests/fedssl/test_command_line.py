@@ -55,7 +55,7 @@ def test_a_closed_stream_is_the_null_device(tmp_path, closed):
         (
             "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**40, -1))\nbytearray(2**62)",
             1,
-            "out of memory; lower batch_size or encoder.width, or raise the limit of the shell: ulimit -v",
+            "out of memory; lower batch_size or encoder.width, or raise the limit of the shell: ulimit -v unlimited",
         ),
     ],
 )

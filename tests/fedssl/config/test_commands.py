@@ -29,24 +29,32 @@ def test_any_word_may_ask_for_help(command, words, monkeypatch, capsys):
     assert command.main() == 2
 
 
-@pytest.mark.parametrize("command", [classify, embedding, evaluation, explore, export, views])
 @pytest.mark.parametrize(
-    ("word", "remedy"),
+    ("command", "word", "remedy"),
     [
-        ("my run", "write run='my run'"),
-        ("my run/e.pt", "write encoder='my run/e.pt'"),
-        (".", "write images=."),
-        ("b", "quote values"),
+        *((command, "my run", "write run='my run'") for command in (classify, embedding, evaluation, explore, export)),
+        *((command, "a.png", "write images=a.png") for command in (classify, embedding, explore)),
+        *((command, ".", "write dataset.path=.") for command in (evaluation, export, views)),
+        (views, "my run", "write dataset.path='my run'"),
+        (explore, "my run/e.pt", "write encoder='my run/e.pt'"),
+        (embedding, "imgs/*", "write images='imgs/*'"),
+        (embedding, "x" * 300, "write images=x"),
     ],
 )
 def test_a_path_without_its_option_is_refused(command, word, remedy, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my run").mkdir()
-    for name in ("config.yaml", "e.pt"):
-        (tmp_path / "my run" / name).touch()
+    for name in ("my run/config.yaml", "my run/e.pt", "a.png"):
+        (tmp_path / name).touch()
     monkeypatch.setattr(sys, "argv", ["fedssl-x", word])
     assert command.main() == 2
     assert f": {word} does not have the form key=value; {remedy}" in capsys.readouterr().err
+
+
+def test_a_part_of_a_value_with_spaces_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fedssl-x", "images=my", "photos"])
+    assert embedding.main() == 2
+    assert ": photos does not have the form key=value; quote values with spaces" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,31 @@ def test_a_list_names_the_classes_of_tiny_imagenet(tiny_imagenet: Path) -> None:
     assert test == {"val/images/val_0.JPEG": "n2", "val/images/val_1.JPEG": "n1"}
 
 
+def test_links_to_training_images_have_no_list_of_classes(tiny_imagenet: Path) -> None:
+    for number in (0, 1):
+        link = tiny_imagenet / f"val/images/val_{number}.JPEG"
+        link.unlink()
+        link.symlink_to(tiny_imagenet / f"train/n{number + 1}/images/n{number + 1}_0.JPEG")
+    with pytest.raises(InputError, match="2 of the 2 images of .*val are also in .*train, by links"):
+        list_split("test", tiny_imagenet)
+
+
+def test_names_of_a_list_are_of_one_image_each(tiny_imagenet: Path) -> None:
+    touch(tiny_imagenet, "val/others/val_1.JPEG")
+    with pytest.raises(InputError, match="names that several images below .*val have; give each image another name"):
+        list_split("test", tiny_imagenet)
+
+
+def test_a_folder_around_the_domains_is_named(tmp_path: Path) -> None:
+    names = [f"PACS/kfold/{domain}/{name}/1.png" for domain in ("photo", "sketch") for name in ("cat", "dog")]
+    touch(tmp_path, *names)
+    (warning,) = list_split("train", tmp_path / "PACS", folders="owner/class").warnings
+    path = warning.partition("dataset.path=")[2]
+    assert "all images are of one owner (domain), kfold; if this folder only holds the owners, set data" in warning
+    index = list_split("train", Path(path), folders="owner/class")
+    assert (index.owner_names, index.classes, index.warnings) == (("photo", "sketch"), ("cat", "dog"), ())
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
