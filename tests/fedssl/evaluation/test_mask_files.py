@@ -1,0 +1,28 @@
+"""Masks beside their images."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedssl.errors import InputError
+from fedssl.evaluation.segmentation import read_masks
+from tests.fedssl.evaluation.test_segmentation import subject_of, write
+
+
+def test_masks_beside_their_images_have_a_suffix(tmp_path: Path):
+    expected = read_masks(write(tmp_path).test, str(tmp_path / "masks"))
+    for mask in (tmp_path / "masks").rglob("*.png"):
+        mask.rename(tmp_path / "images" / mask.parent.name / f"{mask.stem}_mask.png")
+    subject, where = subject_of(tmp_path / "images"), str(tmp_path / "images")
+    assert len(subject.test.images) == 6
+    assert torch.equal(read_masks(subject.test, where), expected)
+    first = tmp_path / "images" / "test" / "0_mask.png"
+    copy = first.with_name("0_Mask_1.png")
+    copy.write_bytes(first.read_bytes())
+    with pytest.raises(InputError, match=r"0_Mask_1.png and 0_mask.png are masks of one image; merge them into one"):
+        read_masks(subject.test, where)
+    for file in (first, copy):
+        file.unlink()
+    with pytest.raises(InputError, match=r"has no mask for 1 of 6 images"):  # the image is not its own mask
+        read_masks(subject.test, where)
