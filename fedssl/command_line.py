@@ -25,7 +25,9 @@ def _main(name: str, module: str) -> None:
     """Handle signals, import the module of a command, which is slow, run it, and exit with its status."""
     prepare_streams()
     if "--version" in sys.argv[1:]:
-        sys.exit(run_command(name, partial(_print_version, name)))
+        if status := run_command(name, partial(_print_version, name)):
+            sys.exit(status)
+        return
     for number in _SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a background job of a script
             signal.signal(number, _interrupt)
