@@ -29,20 +29,20 @@ def run_with_overrides(name: str, usage: str, run: Callable[[Sequence[str]], str
     )
 
 
-def _with_keys(words: Sequence[str], usage: str) -> Sequence[str]:
-    """Return the words; `InputError` for one without a key, such as a path without its option."""
-    for word in words:
-        if "=" in word or word.startswith(("~", "-")):
+def _with_keys(overrides: Sequence[str], usage: str) -> Sequence[str]:
+    """Return the overrides; `InputError` for one without a key, such as a path without its option."""
+    for override in overrides:
+        if "=" in override or override.startswith(("~", "-")):
             continue
         remedy = "quote values with spaces"
-        if os.access(word, os.F_OK) or len(words) == 1:  # `Path.exists` raises for long names
+        if os.access(override, os.F_OK) or len(overrides) == 1:  # `Path.exists` raises for long names
             key = "images" if "images=PATH" in usage else "dataset.path"
             if " run=" in usage:
-                is_run = os.access(f"{word}/config.yaml", os.F_OK)
-                key = "run" if is_run else "encoder" if word.endswith((".pt", ".onnx")) else key
-            remedy = f"write {key}={shlex.quote(word)}"
-        raise InputError(f"{word} does not have the form key=value; {remedy}")
-    return words
+                is_run = os.access(f"{override}/config.yaml", os.F_OK)
+                key = "run" if is_run else "encoder" if override.endswith((".pt", ".onnx")) else key
+            remedy = f"write {key}={shlex.quote(override)}"
+        raise InputError(f"{override} does not have the form key=value; {remedy}")
+    return overrides
 
 
 def read_options(

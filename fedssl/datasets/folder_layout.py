@@ -179,10 +179,13 @@ def _find_splits(listing: Listing, split_folders: bool | str, *, descend: bool) 
 
 def _copies(below: Sequence[tuple[str, str, str]], words: Sequence[str]) -> set[str]:
     """Return the folders that repeat the splits beside them: chest_xray/chest_xray/train beside chest_xray/train."""
-    inner = defaultdict[str, set[str]](set)
-    for name, _, rest in below if len(words) > 1 else ():
-        inner["" if name in words else name].add(f"{name}/{rest}" if name in words else rest)
-    return {name for name, found in inner.items() if name and found == inner[""]}
+    splits, others = set[str](), defaultdict[str, set[str]](set)
+    for name, _, path in below if len(words) > 1 else ():
+        if name in words:
+            splits.add(f"{name}/{path}")
+        else:
+            others[name].add(path)
+    return {name for name, paths in others.items() if paths == splits}
 
 
 def _are_splits(folder: str, names: Sequence[str], words: Sequence[str]) -> bool:

@@ -159,7 +159,7 @@ class _TorchvisionIndex(SequenceIndex):
     images: "_Images"
 
     def places(self, rows: np.ndarray) -> list[Place]:
-        return [Place(self.files[0], str(row)) for row in self.images.rows[rows]]
+        return [Place(self.files[0], f"{self.key['split']}, {row}") for row in self.images.rows[rows]]
 
 
 class _Images(RecordSequence):

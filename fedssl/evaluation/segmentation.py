@@ -15,7 +15,7 @@ Masks are scaled to nearest pixels.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -102,13 +102,13 @@ def check_separate(train: LabeledImages, test: LabeledImages, where: str) -> Non
 def _mask_files(folder: Path, images: Sequence[str]) -> list[Path]:
     """Return the mask of each image: that with the longest common end of its path."""
     files = (path for path in sorted(folder.rglob("*.*")) if names_image(path.name))  # beside others, such as outlines
-    named = {path.relative_to(folder).with_suffix("").as_posix(): path for path in files}
-    masks = {name: path for name, path in named.items() if str(path.absolute()) not in {*images}}
+    own = {Path(image).resolve() for image in images}  # an image is not its own mask
+    named = {path.relative_to(folder).with_suffix("").as_posix(): path for path in files if path.resolve() not in own}
+    suffixed = defaultdict[str, list[Path]](list)
     for name, path in named.items():
-        if match := MASK.fullmatch(name):
-            if MASK.fullmatch(masks.get(match[1], PurePath()).stem):
-                raise InputError(f"{masks[match[1]]} and {path.name} are masks of one image; merge them into one file")
-            masks[match[1]] = path
+        if (match := MASK.fullmatch(name)) and match[1] not in named:
+            suffixed[match[1]].append(path)
+    masks = named | {name: paths[0] for name, paths in suffixed.items()}
     found, missing = list[Path](), list[Path]()
     for image in images:
         paths = (PurePath(image), PurePath(image).with_suffix(""))  # a folder of bands, or photo.jpg.png
@@ -120,6 +120,9 @@ def _mask_files(folder: Path, images: Sequence[str]) -> list[Path]:
             f"{folder} has no mask for {len(missing)} of {len(images)} images ({shortened(map(str, missing))}); "
             "give each mask the name of its image, except for the ending, or NAME_mask"
         )
+    several = next((paths for paths in suffixed.values() if len(paths) > 1 and paths[0] in found), None)
+    if several:
+        raise InputError(f"{shortened(map(str, several))} are masks of one image; merge them into one file")
     repeated = [str(mask) for mask, number in Counter(found).items() if number > 1]
     if repeated:
         raise InputError(f"several images have the masks {shortened(repeated)}; use subfolders as theirs")

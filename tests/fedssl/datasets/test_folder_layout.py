@@ -57,7 +57,7 @@ def test_folders_named_after_splits_are_splits(tmp_path: Path, train: str, test:
 
 @pytest.fixture
 def tiny_imagenet(tmp_path: Path) -> Path:
-    """Its folders as they are downloaded: the classes of the validation are in a list, and the test has none."""
+    """Make the folders of the download, whose validation has a list of classes and whose test has no labels."""
     root = touch(tmp_path, "train/n1/images/n1_0.JPEG", "train/n2/images/n2_0.JPEG", "train/n1/n1_boxes.txt")
     touch(root, "test/images/test_0.JPEG", "val/images/val_0.JPEG", "val/images/val_1.JPEG", "wnids.txt")
     (root / "val/val_annotations.txt").write_text("val_0.JPEG\tn2\t0\t32\t44\t62\nval_1.JPEG\tn1\t52\t55\t57\t59\n")

@@ -63,6 +63,7 @@ def test_pickles_of_cifar10(root, cifar10, name, is_root, storage):
     assert torch.equal(test.images[:], torch.from_numpy(COLOR[8:]))
     assert (train.labels.tolist(), test.labels.tolist()) == ([*range(8)], [8, 9])
     assert train.classes == test.classes == (*"abcdefghij",)
+    assert train.origin[0].image_name(0) != test.origin[0].image_name(0)
     limited = load_split(settings_of(name, path=path, size=32, torchvision="CIFAR10", limit=3), "train")
     assert torch.equal(limited.images[:], torch.from_numpy(COLOR)[limited.labels])
     assert len(limited.labels) == 3
