@@ -56,7 +56,7 @@ class Component:
             cause: BaseException = error
             while cause.__cause__ is not None and not isinstance(cause, InputError):
                 cause = cause.__cause__
-            if isinstance(cause, InputError):
+            if isinstance(cause, InputError | MemoryError):
                 raise cause from None
             if isinstance(cause, OSError) and (sentence := error_of_path(cause)) is not None:
                 raise sentence from error

@@ -145,6 +145,8 @@ def _read(root: Path, name: str, split: str, stamp: str) -> Any:
     which = {"split": split} if name in _SPLITS else {"train": split == "train"}
     try:
         return getattr(torchvision.datasets, name)(root, **which)
+    except MemoryError:
+        raise
     except Exception as error:  # damaged files can raise anything
         raise _damaged(root, name) from error
 

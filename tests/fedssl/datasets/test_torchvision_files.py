@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torchvision.datasets import CIFAR10, CIFAR100, STL10, SVHN
+from torchvision.datasets import CIFAR10, CIFAR100, MNIST, STL10, SVHN
 
 from fedssl.datasets.base import forget_images, load_federated, load_split
 from fedssl.datasets.torchvision_files import class_of
@@ -167,6 +167,13 @@ def test_damaged_labels_of_idx_files_are_one_sentence(root, labels):
     data = write_idx(root, "MNIST")
     (root / "MNIST/raw/train-labels-idx1-ubyte").write_bytes(labels)
     with pytest.raises(InputError, match="MNIST/raw: files of torchvision's MNIST are missing or damaged; unpack"):
+        load_split(data, "train")
+
+
+def test_too_little_memory_is_no_damage(root, monkeypatch):
+    data = write_idx(root, "MNIST")
+    monkeypatch.setattr(MNIST, "_load_data", lambda self: bytearray(2**62))
+    with pytest.raises(MemoryError):
         load_split(data, "train")
 
 
