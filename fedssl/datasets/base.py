@@ -11,6 +11,7 @@ clients (``federated``), the labeled training images of evaluations (``train``) 
 with the same source split share one object, so that nothing is decoded twice.
 """
 
+import logging
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -27,8 +28,8 @@ from fedssl.datasets.images import ImageSource, SelectedImages
 from fedssl.datasets.raster import MAXIMA
 from fedssl.datasets.sample_checks import constant_warnings
 from fedssl.datasets.storage import Storage
-from fedssl.errors import InputError, sanitize
-from fedssl.logs import log
+from fedssl.errors import InputError
+from fedssl.logs import log_once
 from fedssl.safe_io import FilePath
 from fedssl.seeding import numpy_generator
 
@@ -98,9 +99,10 @@ def check_data_settings(data: DataSettings) -> None:
 
 
 def find_changes() -> None:
-    """List the files again at the next call, because they may have changed; those that have are decoded again."""
+    """List the files again at the next call, and log what they hold; those that have changed are decoded again."""
     _read_split.cache_clear()
     _read_domains.cache_clear()
+    log_once.cache_clear()
 
 
 def forget_images() -> None:
@@ -158,7 +160,7 @@ def _read_split(data: DataSettings, source: str, limit: int | None) -> ImageData
             f"{', '.join(map(str, MAXIMA.values()))}"
         )
     for warning in (*image_data.warnings, *constant_warnings(image_data.images)):
-        log.warning("%s", sanitize(warning))
+        log_once(logging.WARNING, warning)
     if image_data.labels is None:
         return image_data
     highest = int(image_data.labels.max())

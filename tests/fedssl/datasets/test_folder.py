@@ -147,6 +147,17 @@ def test_folders_within_classes_are_a_warning(tmp_path: Path, log_again: None, c
     assert patients == 1 or {*train.groups.tolist()}.isdisjoint(test.groups.tolist())
 
 
+def test_warnings_of_a_folder_are_logged_once_per_run(tmp_path: Path, log_again: None, caplog) -> None:
+    for number in range(20):
+        write(tmp_path / ("images", "masks")[number % 2] / f"{number}.png", make_image(number))
+    for _ in range(2):
+        assert load_split(own(tmp_path), "train") is not None
+        assert load_split(own(tmp_path), "test") is not None
+        assert sum("if these are masks" in message for message in caplog.messages) == 1
+        caplog.clear()
+        base.find_changes()
+
+
 def test_subfolders_may_be_owners(tmp_path: Path) -> None:
     for name, values in {"phone-7": [1, 2, 3], "phone-10": [4, 5], ".trash": [9]}.items():
         for value in values:
