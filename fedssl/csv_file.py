@@ -48,7 +48,9 @@ def read_lines(file: Path, *, setting: str, content: str) -> tuple[list[str], li
         raise corrupt_file_error(file, sanitize(reason)) from error
     except csv.Error as error:
         raise InputError(f"{setting} is not a CSV file ({error}); choose a CSV file {content}") from error
-    return [name.strip() for name in names], rows
+    while rows and not rows[-1]:  # blank lines at the end
+        rows.pop()
+    return [name.strip() for name in names], [row or [""] for row in rows] if len(names) == 1 else rows
 
 
 def read_rows(file: Path, *headers: str, setting: str, content: str) -> Iterator[tuple[str, dict[str, str]]]:

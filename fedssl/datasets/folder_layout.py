@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedssl.datasets.formats import FORMAT_OF, SUFFIXES, is_zarr
+from fedssl.datasets.formats import FORMAT_OF, is_zarr
 from fedssl.datasets.image_index import Query, SequenceIndex
 from fedssl.datasets.listing import Listing, ending_of
 from fedssl.datasets.manifest import listed_classes
@@ -57,17 +57,15 @@ def list_split(source: Source, query: Query) -> SequenceIndex:
     base, names = _find_splits(listing, query.split_folders, descend=folders in ("class", "none"))
     below = f"{listing.root}/{base}".rstrip("/")
     parts = {
-        name: _part(listing.below(f"{base}{name}", SUFFIXES), folders, domain=domain_of(name), compared=listing.linked)
+        name: _part(source.below(f"{base}{name}"), folders, domain=domain_of(name), compared=listing.linked)
         for name in names
     }
     parts = _without_lone_classes(parts) or {"train": _part(listing, folders)}
     classes = _classes(parts)
     warnings = _inner_splits(listing) if query.split_folders == "auto" and not names else ()
     if masks := [name for name in classes if name.lower() in _MASKS]:
-        line = (
-            f"{below}: images of {shortened(masks)} are trained on as a class; if these are masks, set dataset.path to "
-        )
-        warnings += (f"{line}the folder of the images",)
+        line = f"{below}: images of {shortened(masks)} are trained on as a class; if these are masks, set "
+        warnings += (f"{line}dataset.path to the folder of the images",)
     if words := [name for name in classes if split_of(name) in ("test", "unlabeled")]:
         warnings += (
             f"{below}: {shortened(words)} is trained on as a class; if it is a split, move the other folders into a "
@@ -264,15 +262,14 @@ def _layout_error(listing: Listing, loose: str, level: str, folders: str) -> Inp
 
 
 def _without_lone_classes(parts: Mapping[str, _Part]) -> dict[str, _Part]:
-    """Remove the class of splits with a single one, unless another split has it: test/images/1.png has no label."""
-    counts = Counter(name for part in parts.values() for name in part.classes)
-    lone = {name for name, part in parts.items() if len(part.classes) == 1 and counts[min(part.classes)] == 1}
-    return {
-        name: replace(
-            part, names={level: column for level, column in part.names.items() if level != "class" or name not in lone}
-        )
-        for name, part in parts.items()
-    }
+    """Remove a single class of a split, and those of an unlabeled split, unless others have it: test/images/1.png."""
+    counts, kept = Counter(name for part in parts.values() for name in part.classes), {}
+    for name, part in parts.items():
+        may_be_lone = len(part.classes) == 1 or split_of(name) == "unlabeled"
+        is_lone = may_be_lone and all(counts[each] == 1 for each in part.classes)
+        names = {level: part.names[level] for level in part.names if level != "class" or not is_lone}
+        kept[name] = replace(part, names=names)
+    return kept
 
 
 def _joined(parts: Mapping[str, _Part], names: Sequence[str]) -> _Part:

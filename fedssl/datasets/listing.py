@@ -97,6 +97,11 @@ def is_file(path: Path) -> bool:
     return _has(path.is_file) or _has(lambda: is_zarr(path))
 
 
+def exists(path: Path) -> bool:
+    """Return whether there is anything at a path."""
+    return _has(path.exists)
+
+
 def is_hidden(name: str) -> bool:
     """Return whether a file or folder with this name is hidden."""
     return name.startswith(".") or name.lower() in HIDDEN_NAMES

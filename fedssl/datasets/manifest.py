@@ -13,7 +13,7 @@ from pyarrow import csv, json
 
 from fedssl.csv_file import csv_text, decoded
 from fedssl.datasets.formats import SUFFIXES as IMAGE_SUFFIXES
-from fedssl.datasets.listing import ending_of, is_file, is_folder, list_files
+from fedssl.datasets.listing import ending_of, exists, is_file, is_folder, list_files
 from fedssl.errors import InputError, shortened
 from fedssl.logs import log_once
 
@@ -52,14 +52,14 @@ def named_file(value: str, folder: Path) -> Path:
     A name may begin with that of the folder.
     """
     path = folder / value.strip()
-    if "\\" in value and not path.exists():
+    if "\\" in value and not exists(path):
         path = folder / value.strip().replace("\\", os.sep)
     name, text = folder.name or folder.absolute().name, value.strip().replace("\\", "/")
-    if name and text.startswith(f"{name}/") and not path.exists():  # as of CheXpert
+    if name and text.startswith(f"{name}/") and not exists(path):  # as of CheXpert
         path = folder / text.removeprefix(f"{name}/")
-    if not value.isascii() and not path.exists():  # macOS writes the letters of names and their accents one by one
+    if not value.isascii() and not exists(path):  # macOS writes the letters of names and their accents one by one
         forms = (Path(unicodedata.normalize(form, str(path))) for form in ("NFC", "NFD"))
-        path = next((other for other in forms if other.exists()), path)
+        path = next((other for other in forms if exists(other)), path)
     if names_image(path.name) or is_file(path) or not is_folder(path.parent):
         return path
     return _by_stem(path.parent, path.parent.stat().st_mtime_ns).get(path.name) or path

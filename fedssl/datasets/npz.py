@@ -9,9 +9,9 @@ see `fedssl.datasets.split_files`, and with ``folders=owner`` to one owner.
 
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def index_arrays(source: Source, query: Query) -> "ArrayIndex | None":
             chosen,
             np.repeat(np.arange(len(chosen)), numbers),
             np.concatenate([np.arange(number) for number in numbers]),
-            channels=query.decoding.channels,
+            read_array=cache(partial(_read, chosen, query.decoding.channels)),
         ),
         labels=labels,
         classes=classes,
@@ -147,31 +147,39 @@ class ArrayImages(RecordSequence):
     """Rows of arrays, as NPY files; an array is read when it is used.
 
     ``arrays`` are files with the names of arrays in them; ``numbers`` and ``rows``, ``(n,)``, are the indices of each
-    image's array among these and of its row.
+    image's array among these and of its row. ``read_array`` returns the array ``(n, height, width, channels)`` of a
+    number, and keeps it.
     """
 
-    def __init__(self, arrays: Sequence[_Part], numbers: np.ndarray, rows: np.ndarray, *, channels: int) -> None:
-        self.arrays, self._numbers, self._rows, self._channels = arrays, numbers, rows, channels
-        self._array = cache(self._read_array)
+    def __init__(
+        self,
+        arrays: Sequence[_Part],
+        numbers: np.ndarray,
+        rows: np.ndarray,
+        *,
+        read_array: Callable[[int], np.ndarray],
+    ) -> None:
+        self.arrays, self._numbers, self._rows, self._read_array = arrays, numbers, rows, read_array
 
     def at(self, rows: np.ndarray) -> "ArrayImages":
-        return ArrayImages(self.arrays, self._numbers[rows], self._rows[rows], channels=self._channels)
+        return ArrayImages(self.arrays, self._numbers[rows], self._rows[rows], read_array=self._read_array)
 
     def place(self, index: int) -> tuple[Path, str, int]:
         """Return the file, the name of the array and the row of an image."""
         return *self.arrays[self._numbers[index]], int(self._rows[index])
-
-    def _read_array(self, number: int) -> np.ndarray:
-        file, name = self.arrays[number]
-        with _opened(file) as archive:
-            return _stack(_load(archive, name, file=file), self._channels)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def read(self, index: int) -> bytes:
         """Return a row as an NPY file."""
-        return npy_bytes(self._array(int(self._numbers[index]))[self._rows[index]])
+        return npy_bytes(self._read_array(int(self._numbers[index]))[self._rows[index]])
+
+
+def _read(parts: Sequence[_Part], channels: int, number: int) -> np.ndarray:
+    file, name = parts[number]
+    with _opened(file) as archive:
+        return _stack(_load(archive, name, file=file), channels)
 
 
 def _column(file: Path, name: str, images: str) -> np.ndarray | None:
@@ -296,9 +304,11 @@ def _labels(
                 f"{file}: {name} has shape {array.shape}, but {number or 'its'} images have one class each; "
                 f"{several if array.ndim > 1 else 'correct it, or set dataset.label=null'}"
             )
-        columns[file, images] = label_column(
-            f"{file}: {name}", query.label, pa.array(array.astype(array.dtype.newbyteorder("=")))
-        )
+        try:
+            column = pa.array(array.astype(array.dtype.newbyteorder("=")))
+        except pa.ArrowException as error:
+            raise InputError(f"{file}: {name} has dtype {array.dtype}; labels are integers or text") from error
+        columns[file, images] = label_column(f"{file}: {name}", query.label, column)
     by_part, classes = joined(columns, query.label)
     labels = {part: by_part.get(part, np.full(count, NO_LABEL)) for part, count in counts.items()}
     warnings = list[str]()

@@ -82,6 +82,11 @@ class Source:
             )
         return tuple(f"{self.path}: {line}" for line in lines)
 
+    def below(self, folder: str) -> Listing:
+        """Return the listing of a subfolder by itself, without masks."""
+        listing = self.listing.below(folder, SUFFIXES)
+        return _without(_masks(listing.paths), listing)
+
     def log(self, found: str) -> None:
         """Log what was found in the files, and what is ignored, in one line."""
         ignored = self.listing.ignored_kinds()
@@ -109,9 +114,12 @@ def find(path: str, *, containers_first: bool = False, setting: str = "dataset.p
         raise _no_images(path, listing, setting)
     names = of_kind.get(kind or IMAGES, [])
     masks = _masks(names) if kind == IMAGES else []
+    return Source(path, kind or IMAGES, _without(masks, listing.only(names)), setting, masks)
+
+
+def _without(masks: Sequence[str], listing: Listing) -> Listing:
     masked = {*masks}
-    chosen = listing.only([name for name in names if name not in masked])
-    return Source(path, kind or IMAGES, chosen, setting, masks)
+    return listing.only([name for name in listing.paths if name not in masked])
 
 
 def _masks(names: Sequence[str]) -> list[str]:

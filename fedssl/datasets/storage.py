@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -141,10 +141,13 @@ class Storage(ABC):
             self.folder = None
             self._decode()
             return self._in_memory()
-        with stream:
+        with stream, closing(self):
             self._wait_for(stream)
             source = self.read()  # another process may have decoded the images meanwhile
             return self._store() if source is None else source
+
+    def close(self) -> None:  # noqa: B027, only some need it
+        """Close the files that are written."""
 
     def _decode(self) -> None:
         """Decode the images that are not there yet, with a pool of threads.

@@ -18,6 +18,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -133,7 +134,7 @@ class Records(Storage):
         super().__init__(index, folder)
         self.records = index.records()
         self._copies: list[Encoded] = []
-        self._files: list[int] = []  # descriptors of pack and lengths
+        self._files: list[FileIO] = []  # pack and lengths
 
     def _start(self) -> None:
         num_bytes = self.index.num_bytes()
@@ -176,8 +177,8 @@ class Records(Storage):
         contents = [self._content(source) for source in batch]
         sizes = np.array([len(content) for content in contents], dtype=np.int64)
         try:
-            for descriptor, data in zip(self._files, (b"".join(contents), sizes.tobytes()), strict=True):
-                _write(descriptor, data)
+            for stream, data in zip(self._files, (b"".join(contents), sizes.tobytes()), strict=True):
+                _write(stream, data)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise cache_error(self.folder, error) from error
@@ -198,8 +199,12 @@ class Records(Storage):
             return b""
 
     def _flush(self) -> None:
-        for descriptor in self._files:
-            os.fsync(descriptor)
+        for stream in self._files:
+            os.fsync(stream.fileno())
+
+    def close(self) -> None:
+        for stream in self._files:
+            stream.close()
 
     def _in_memory(self) -> EncodedImages:
         return self._images(self._copies if self.records is None else self.records)
@@ -207,8 +212,6 @@ class Records(Storage):
     def _complete_files(self) -> dict[str, np.ndarray]:
         columns = {"count": np.array(self.count)}
         if self.records is None:
-            for descriptor in self._files:
-                os.close(descriptor)
             pack, sizes = self.file("pack"), np.fromfile(self.file("lengths"), dtype=np.int64)
             sync_and_rename(self.file("partial"), int(sizes.sum()), pack)
             self.file("lengths").unlink(missing_ok=True)
@@ -231,16 +234,15 @@ class Records(Storage):
         return EncodedImages(records, self.readable, self.index.decoding)
 
 
-def _append_after(file: Path, size: int) -> int:
+def _append_after(file: Path, size: int) -> FileIO:
     """Open a file for writing after its first ``size`` bytes, and remove the rest."""
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    os.ftruncate(descriptor, size)
-    os.lseek(descriptor, size, os.SEEK_SET)
-    return descriptor
+    stream = file.open("ab", buffering=0)
+    stream.truncate(size)
+    return stream
 
 
-def _write(descriptor: int, content: bytes) -> None:
+def _write(stream: FileIO, content: bytes) -> None:
     """Write all bytes; the system may write a part of them."""
     left = memoryview(content)
     while left:
-        left = left[os.write(descriptor, left) :]
+        left = left[stream.write(left) :]

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain, islice
+from math import isnan
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from fedssl.datasets.column_types import is_text
 from fedssl.datasets.decoding import Encoded
 from fedssl.datasets.image_index import (
     BATCH,
@@ -65,6 +67,7 @@ def index_tables(source: Source, query: Query) -> ImageIndex | None:
     source.log(f"{count:,} rows in {len(files):,} {kinds} file{'s'[: len(files) != 1]}")
     if not count:
         raise InputError(f"{source.path} has no row with an image; check {source.setting}")
+    files = [file for file in files if num_rows(file)]
     columns: dict[str, Any] = {name: column for name in _COLUMNS_OF_QUERY if (column := vars(query)[name]) is not None}
     columns |= {name: as_written(files, column) for name, column in columns.items()}
     return labeled_test(replace(query, **columns), partial(_index_split, source, files))
@@ -73,8 +76,14 @@ def index_tables(source: Source, query: Query) -> ImageIndex | None:
 def _index_split(source: Source, files: Sequence[Path], query: Query) -> ImageIndex | None:
     """Return the rows of a split by a column, or by the names of files; None if none is of the test."""
     column = query.split_column if query.split_folders is not False else None
-    if column is not None and all(column in schema_of(file).names for file in files):
+    others = [file for file in files if column not in schema_of(file).names]
+    if column is not None and not others:
         return _index_by_column(source, files, query, column)
+    if column is not None and len(others) < len(files):
+        raise InputError(
+            f"{source.path}: {shortened(others)} has no column {column} with the split, as others have; add it, or set "
+            "dataset.split_column=null if the names of the files are the splits"
+        )
     chosen, shared = split_files(source, query)
     return index_rows(chosen, query, data_set=files, shared=shared)
 
@@ -120,12 +129,11 @@ def index_rows(
     files: Sequence[Path], query: Query, *, data_set: Sequence[Path], shared: bool, chosen: np.ndarray | None = None
 ) -> ImageIndex | None:
     """Return the images of the rows of some files of a data set, or the ``chosen``; None if they have no row."""
+    files = [file for file in files if num_rows(file)]
     if not files:
         return None
     known = _columns(files, query, data_set=data_set, shared=shared)
     count = len(known["labels"])
-    if not count:
-        return None
     image = image_column(files[0]) if query.image is None else query.image
     known |= {"name": query.name, "count": count, "decoding": query.decoding, "num_in_files": count, "shared": shared}
     known["key"] = {"reader": "hub", "image": image}
@@ -151,11 +159,7 @@ def index_rows(
     else:
         named = [path for file in files for path in image_files(file, image)]
         index = TableIndex(
-            files=[*files, *filter(is_file, named)],
-            tables=files,
-            column=image,
-            rows=np.arange(count),
-            **known,
+            files=[*files, *filter(is_file, named)], tables=files, column=image, rows=np.arange(count), **known
         )
     return index if chosen is None else index.at(np.flatnonzero(chosen))
 
@@ -295,10 +299,11 @@ def _numbered(files: Sequence[Path], column: str, what: str) -> tuple[np.ndarray
         kind = require_column(file, column, remedy).field(column).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         found = column_of(file, column).to_pylist()
+        found = [None if value == "" or (isinstance(value, float) and isnan(value)) else value for value in found]
         is_number = pa.types.is_integer(kind) or (pa.types.is_floating(kind) and not any(v and v % 1 for v in found))
-        if not (is_number or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        if not (is_number or is_text(kind)):
             raise InputError(f"{setting} is of type {kind}; a column of integers or strings is needed")
-        values += [int(value) if isinstance(value, float) else None if value == "" else value for value in found]
+        values += [int(value) if isinstance(value, float) else value for value in found]
     if None in values:
         raise InputError(
             f"{setting} has no value in {values.count(None)} of {len(values)} rows, first row {values.index(None)} of "

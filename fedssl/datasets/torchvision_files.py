@@ -6,7 +6,7 @@ pickle is loaded. Files of MNIST have numbers only.
 
 import logging
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache, lru_cache, partial
 from itertools import chain
 from pathlib import Path
@@ -16,9 +16,10 @@ import numpy as np
 
 from fedssl.config.literal import user_path
 from fedssl.config.overrides import did_you_mean
-from fedssl.datasets.image_index import Place, Query, RecordSequence, SequenceIndex, file_line
-from fedssl.datasets.listing import is_file, is_folder
-from fedssl.datasets.npy import as_images, npy_bytes
+from fedssl.datasets.image_index import Place, Query, SequenceIndex, file_line
+from fedssl.datasets.listing import exists, is_file
+from fedssl.datasets.npy import as_images
+from fedssl.datasets.npz import ArrayImages
 from fedssl.datasets.splits import split_of_word
 from fedssl.errors import InputError
 from fedssl.logs import log_once
@@ -51,10 +52,10 @@ def root_of(path: str, name: str, *, required: bool) -> Path | None:
             f"dataset.torchvision={name} is not read{did_you_mean(name, _PLACES)}; allowed are {', '.join(_PLACES)}"
         )
     folder, place = user_path(path).absolute(), Path(_PLACES[name])
-    if _exists(folder / place):
+    if exists(folder / place):
         return folder
     above = Path(*folder.parts[: -len(place.parts)])
-    if above / place == folder and _exists(folder):
+    if above / place == folder and exists(folder):
         return above
     _check_unpacked(folder, name)
     if required:
@@ -63,10 +64,6 @@ def root_of(path: str, name: str, *, required: bool) -> Path | None:
             "unpacked archive, or set dataset.torchvision=null"
         )
     return None
-
-
-def _exists(path: Path) -> bool:
-    return is_folder(path) or is_file(path)
 
 
 def _check_unpacked(folder: Path, name: str) -> None:
@@ -88,8 +85,8 @@ def class_of(path: str) -> str | None:
     return next((name for name in _PLACES if root_of(path, name, required=False) is not None), None)
 
 
-def index_torchvision(root: Path, name: str, query: Query) -> SequenceIndex | None:
-    """Return the images of a split of a class of `torchvision.datasets`; None if it has no such split."""
+def index_torchvision(root: Path, name: str, query: Query) -> SequenceIndex:
+    """Return the images of a split of a class of `torchvision.datasets`."""
     for setting in ("owner", "group"):
         if getattr(query, setting) is not None:
             raise InputError(
@@ -102,8 +99,12 @@ def index_torchvision(root: Path, name: str, query: Query) -> SequenceIndex | No
             "or use parquet files of the Hub"
         )
     split = split_of_word(query.split) or query.split
-    if split not in _SPLITS.get(name, ("train", "test")):
-        return None
+    splits = _SPLITS.get(name, ("train", "test"))
+    if split not in splits:
+        raise InputError(
+            f"torchvision's {name} has no split {query.split!r}, only {', '.join(splits)}; name one of them in "
+            "dataset.splits"
+        )
     files = _files(root, name)
     load = partial(_read, root, name, split, "".join(str(file_line(file)) for file in files))
     data = load()
@@ -118,7 +119,12 @@ def index_torchvision(root: Path, name: str, query: Query) -> SequenceIndex | No
         files=files,
         num_in_files=len(labels),
         key={"reader": "torchvision", "class": name, "split": split},
-        images=_Images(cache(lambda: _array(load(), query.decoding.channels)), np.arange(len(labels))),
+        images=ArrayImages(
+            [(files[0], split)],
+            np.zeros(len(labels), np.int64),
+            np.arange(len(labels)),
+            read_array=cache(lambda _: _array(load(), query.decoding.channels)),
+        ),
         labels=None if query.label is None else labels,
         classes=() if query.label is None else tuple(getattr(data, "classes", ())),
     )
@@ -158,24 +164,7 @@ def _array(data: Any, channels: int) -> np.ndarray:
 
 
 class _TorchvisionIndex(SequenceIndex):
-    images: "_Images"
+    images: ArrayImages
 
     def places(self, rows: np.ndarray) -> list[Place]:
-        return [Place(self.files[0], f"{self.key['split']}, {row}") for row in self.images.rows[rows]]
-
-
-class _Images(RecordSequence):
-    """Rows of the array that ``load`` returns, as NPY files; it is read when it is used."""
-
-    def __init__(self, load: Callable[[], np.ndarray], rows: np.ndarray) -> None:
-        self._load, self.rows = load, rows
-
-    def at(self, rows: np.ndarray) -> "_Images":
-        return _Images(self._load, self.rows[rows])
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def read(self, index: int) -> bytes:
-        """Return a row as an NPY file."""
-        return npy_bytes(self._load()[self.rows[index]])
+        return [Place(file, f"{split}, {row}") for file, split, row in map(self.images.place, rows)]

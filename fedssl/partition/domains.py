@@ -14,7 +14,7 @@ import torch
 from fedssl.config.constraints import check_arguments
 from fedssl.errors import InputError
 from fedssl.partition.partition import Partition, PartitionInput
-from fedssl.partition.partitioners import dirichlet, iid
+from fedssl.partition.partitioners import divide_classes, iid
 from fedssl.seeding import derive_seed
 
 
@@ -33,6 +33,11 @@ def domain(data: PartitionInput, *, alpha: float | None, min_size: int) -> Parti
             "partition=domain needs the domain of every image but the images have none; name their column "
             "(dataset.owner=COLUMN) or make their folders (dataset.folders=domain/class), or give partition=iid"
         )
+    if alpha is not None and data.labels is None:
+        raise InputError(
+            f"partition.alpha={alpha} divides the classes of a domain but the images have no labels; set "
+            "partition.alpha=null for equal sizes"
+        )
     codes, owners = np.unique(data.owners.numpy(), return_inverse=True)
     names = [data.owner_names[code] if data.owner_names else str(code) for code in codes]
     if data.num_clients < len(names):
@@ -50,13 +55,14 @@ def domain(data: PartitionInput, *, alpha: float | None, min_size: int) -> Parti
                 f"clients, fewer than partition.min_size={min_size} for each; lower num_clients, leave the domain out, "
                 "or lower partition.min_size"
             )
-        for client, part in zip(clients, _shared(data, rows, len(clients), alpha, min_size), strict=True):
+        shared = _shared(data, rows, f"the {len(clients)} clients of {name!r}", len(clients), alpha, min_size)
+        for client, part in zip(clients, shared, strict=True):
             parts[client] = rows[part]
     return Partition(parts, torch.from_numpy(owners), "domain", tuple(names))
 
 
 def _shared(
-    data: PartitionInput, rows: np.ndarray, num_clients: int, alpha: float | None, min_size: int
+    data: PartitionInput, rows: np.ndarray, clients: str, num_clients: int, alpha: float | None, min_size: int
 ) -> list[np.ndarray]:
     """Divide the images of a domain among its clients."""
     chosen = torch.from_numpy(rows)
@@ -68,4 +74,6 @@ def _shared(
         num_clients=num_clients,
         seed=derive_seed(data.seed, "partition", "domain", int(rows[0])),
     )
-    return iid(part) if alpha is None else dirichlet(part, alpha=alpha, min_size=min_size)
+    if alpha is None:
+        return iid(part)
+    return divide_classes(part, "domain", clients, alpha=alpha, min_size=min_size, self_balancing=False)

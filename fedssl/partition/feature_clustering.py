@@ -34,7 +34,7 @@ from fedssl.export import load_encoder
 from fedssl.logs import log
 from fedssl.machine.process import one_thread
 from fedssl.partition.partition import ImageSubset, Partition, PartitionInput
-from fedssl.partition.partitioners import dirichlet
+from fedssl.partition.partitioners import divide_classes
 from fedssl.seeding import derive_seed
 from fedssl.tensor_file import read_arrays, write_arrays
 
@@ -71,7 +71,8 @@ def feature_clusters(
     assigned = torch.from_numpy(
         cluster_images(data.images, clusters=clusters, encoder=encoder, components=components, seed=data.seed)
     )
-    parts = dirichlet(replace(data, labels=assigned), alpha=alpha, min_size=min_size, self_balancing=self_balancing)
+    clustered, names = replace(data, labels=assigned), ("feature_clusters", f"num_clients={data.num_clients} clients")
+    parts = divide_classes(clustered, *names, alpha=alpha, min_size=min_size, self_balancing=self_balancing)
     return Partition(parts, assigned, "cluster")
 
 

@@ -59,7 +59,7 @@ def iid(data: PartitionInput) -> list[np.ndarray]:
     $$
     """
     order = image_order(data)
-    return checked(np.array_split(order, data.num_clients), data.num_images)
+    return [np.sort(part) for part in np.array_split(order, data.num_clients)]
 
 
 def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balancing: bool = False) -> list[np.ndarray]:
@@ -75,9 +75,20 @@ def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balanci
     the order of their numbers. Draws with fewer than ``min_size`` images of a client, or without a client that can get
     a class, are repeated (11 draws in total).
     """
+    clients = f"num_clients={data.num_clients} clients"
+    return divide_classes(data, "dirichlet", clients, alpha=alpha, min_size=min_size, self_balancing=self_balancing)
+
+
+def divide_classes(
+    data: PartitionInput, partition: str, clients: str, *, alpha: float, min_size: int, self_balancing: bool
+) -> list[np.ndarray]:
+    """Divide each class as `dirichlet`; errors name the ``partition`` and the ``clients``.
+
+    Of another partition, another number of clients or seed changes more than the shares, and is not proposed.
+    """
     check_arguments("partition", alpha=alpha, min_size=min_size)
     num_images, num_clients = data.num_images, data.num_clients
-    labels, order = labeled(data, "dirichlet")
+    labels, order = labeled(data, partition)
 
     def draw(num_clients: int, alpha: float, min_size: int, seed: int) -> list[np.ndarray] | None:
         if min_size * num_clients > num_images:
@@ -99,12 +110,12 @@ def dirichlet(data: PartitionInput, *, alpha: float, min_size: int, self_balanci
         fewer = (number for number in numbers if draw(number, alpha, min_size, data.seed))
         seeds = (seed for seed in range(data.seed + 1, data.seed + 100) if draw(num_clients, alpha, min_size, seed))
         remedies = [f"partition.alpha={value}" for value in itertools.islice(alphas, 1)]
-        remedies += [f"num_clients={number}" for number in itertools.islice(fewer, 1)]
+        is_own = partition == "dirichlet"
+        remedies += [f"num_clients={number}" for number in itertools.islice(fewer, is_own)]
         if min_size and draw(num_clients, alpha, 0, data.seed):
             remedies += ["partition.min_size=0: clients with too few never train"]
-        else:
+        elif is_own:
             remedies += [f"seed={seed}" for seed in itertools.islice(seeds, 1)]
-        clients = f"num_clients={num_clients} clients"
         few = f"some of {clients} with fewer than partition.min_size={min_size} of {num_images} images"
         full = f"a class to none of {clients} (partition.self_balancing=true)"
         reasons = [few] * bool(min_size or not self_balancing) + [full] * self_balancing
@@ -241,7 +252,7 @@ def natural(data: PartitionInput) -> list[np.ndarray]:
         )
     names, codes = np.unique(data.owners.numpy(), return_inverse=True)
     client_of_owner = numpy_generator(data.seed, "partition", "owners").permutation(len(names)) % num_clients
-    return checked(rows_of_clients(client_of_owner[codes], num_clients), data.num_images)
+    return rows_of_clients(client_of_owner[codes], num_clients)
 
 
 def from_file(data: PartitionInput, *, file: str | Path | None) -> list[np.ndarray]:
@@ -315,13 +326,4 @@ def with_unlabeled(parts: list[np.ndarray], data: PartitionInput, labels: np.nda
     """Return the sorted parts; images without a label are dealt so that their numbers differ by at most one."""
     unlabeled = np.flatnonzero(labels == NO_LABEL)
     dealt = np.array_split(numpy_generator(data.seed, "partition", "no label").permutation(unlabeled), len(parts))
-    return checked([np.concatenate(pair) for pair in zip(parts, dealt, strict=True)], data.num_images)
-
-
-def checked(parts: list[np.ndarray], num_images: int) -> list[np.ndarray]:
-    """Return the sorted parts; every image must be in exactly one."""
-    if not np.array_equal(np.sort(np.concatenate(parts)), np.arange(num_images)):
-        raise InputError(
-            f"the partition does not assign each of {num_images} images to exactly one client; choose another partition"
-        )
-    return [np.sort(part) for part in parts]
+    return [np.sort(np.concatenate(pair)) for pair in zip(parts, dealt, strict=True)]

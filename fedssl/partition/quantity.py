@@ -12,7 +12,7 @@ from fedssl.config.constraints import check_arguments
 from fedssl.datasets.holdout import rounded
 from fedssl.errors import InputError
 from fedssl.partition.partition import PartitionInput
-from fedssl.partition.partitioners import checked, image_order, labeled, with_unlabeled
+from fedssl.partition.partitioners import image_order, labeled, with_unlabeled
 from fedssl.seeding import numpy_generator
 
 
@@ -45,7 +45,7 @@ def quantity(
     rest = len(order) - data.num_clients * min_size
     sizes = min_size + rounded(weights / weights.sum() * rest, rest)
     if labels is None or alpha is None:
-        return checked(np.split(order, np.cumsum(sizes)[:-1]), data.num_images)
+        return [np.sort(part) for part in np.split(order, np.cumsum(sizes)[:-1])]
     parts = _mixed(order, labels[order], sizes, alpha, numpy_generator(data.seed, "partition", "mixes"))
     return with_unlabeled(parts, data, labels)
 

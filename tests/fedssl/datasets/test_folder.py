@@ -199,6 +199,14 @@ def test_masks_beside_their_images_are_ignored(tmp_path: Path, caplog: pytest.Lo
     assert first_pixels(load_federated(own(Path(path), test_fraction=0.0, label=None)).images) == [10, 20, 30, 50, 60]
 
 
+def test_masks_are_ignored_beside_links(tmp_path: Path) -> None:
+    for number, split in enumerate(("train", "test")):
+        for name in ("0", "0_mask", "1"):
+            write(tmp_path / split / "cat" / f"{name}.png", make_image(10 * number))
+    (tmp_path / "train" / "cat" / "2.png").symlink_to(tmp_path / "train" / "cat" / "1.png")
+    assert [len(load_split(own(tmp_path), split).images) for split in ("train", "test")] == [2, 2]
+
+
 def test_owners_with_classes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The second owner has no ant; one image of the first is unreadable."""
     for name, value in (("ann/bee/1.png", 1), ("ann/ant/x/2.png", 2), ("ben/bee/3.png", 3), ("ben/cow/4.png", 4)):

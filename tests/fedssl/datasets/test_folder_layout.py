@@ -285,6 +285,16 @@ def test_masks_beside_images_are_a_warning(tmp_path: Path) -> None:
     assert list_split("train", root / "images").warnings == list_split("train", root, folders="none").warnings == ()
 
 
+def test_folders_of_unlabeled_images_are_no_classes(tmp_path: Path) -> None:
+    root = touch(tmp_path, *(f"{split}/{name}/{split}.png" for split in SPLITS for name in ("cat", "dog")))
+    touch(root, "unlabeled/a/1.png", "unlabeled/b/2.png")
+    assert classes_of(root) == [("cat", "dog")] * 2
+    unlabeled = list_split("unlabeled", root)
+    assert (len(unlabeled.files), unlabeled.labels) == (2, None)
+    touch(root, "unlabeled/cat/3.png")  # a class of the others
+    assert classes_of(root) == [("a", "b", "cat", "dog")] * 2
+
+
 @pytest.mark.parametrize("folders", [["cat", "dog", "unlabeled"], ["trainval", "test"]])
 def test_a_split_among_classes_is_a_warning(tmp_path: Path, folders: list[str]) -> None:
     root = touch(tmp_path, *(f"{name}/1.png" for name in folders))

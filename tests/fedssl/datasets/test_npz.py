@@ -78,6 +78,7 @@ def test_signed_values_and_floats_have_a_window(tmp_path):
         ({"train_images": GRAY, "train_labels": np.zeros((6, 14), np.uint8)}, "set dataset.label=null"),
         ({"train_images": GRAY, "train_labels": np.zeros(5, np.uint8)}, "but 6 images have one class each"),
         ({"train_images": GRAY, "train_labels": np.zeros((6, 2), np.uint8)}, r"label=null .*columns=\[labels\]"),
+        ({"train_images": GRAY, "train_labels": np.zeros(6, complex)}, "dtype complex128; labels are integers or text"),
         ({"train_images": GRAY, "train_images_28": GRAY}, "has several arrays of the split 'train'"),
     ],
 )

@@ -10,6 +10,8 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from fedssl.datasets import base
@@ -73,6 +75,16 @@ def test_shards_of_splits(tmp_path: Path) -> None:
         read(f"{tmp_path}/train-{{000..003}}.tar")
     limited = read(tmp_path, limit=3, storage="encoded")
     assert first_pixels(limited.images) == first_pixels(read(tmp_path, limit=3).images)
+
+
+@pytest.mark.parametrize("ending", ["tar", "parquet"])
+def test_empty_files_beside_others_have_no_row(tmp_path: Path, ending: str) -> None:
+    shard(tmp_path / "train-000.tar", samples(1, 2))
+    if ending == "tar":
+        shard(tmp_path / "train-001.tar", {})
+    else:
+        pq.write_table(pa.table({}), tmp_path / "train-001.parquet")
+    assert first_pixels(read(tmp_path).images) == [1, 2]
 
 
 def test_labels_and_groups_of_a_json(tmp_path: Path) -> None:

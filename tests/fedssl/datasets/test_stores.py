@@ -1,8 +1,8 @@
 """`dataset.storage`: decoded and encoded images give the same data set, from every format, also after damage."""
 
 import json
-import os
 import shutil
+from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -177,17 +177,18 @@ def test_the_bounds_of_values_are_those_of_a_slice(kind):
 def copy_until_the_disk_is_full(tmp_path, monkeypatch) -> int:
     """Return the number of copied images by the note: three or four batches of seven, and no part of the fifth."""
     write(tmp_path / "data", "parquet")
-    original, written = os.write, []
+    written = []
 
-    def fill(descriptor: int, content: memoryview) -> int:
-        written.append(len(content))
-        if len(written) > 9:  # bytes and lengths of four batches, the first in two parts
-            raise OSError(28, "No space left on device")
-        return original(descriptor, content[: len(content) // 2] if len(written) == 1 else content)
+    class Full(FileIO):
+        def write(self, content: memoryview) -> int:
+            written.append(len(content))
+            if len(written) > 9:  # bytes and lengths of four batches, the first in two parts
+                raise OSError(28, "No space left on device")
+            return super().write(content[: len(content) // 2] if len(written) == 1 else content)
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "THREADS", 1)
-        patch.setattr(stores.os, "write", fill)
+        patch.setattr(stores, "_append_after", lambda file, size: Full(file, "ab"))
         with pytest.raises(InputError, match=r"became full while .* were copied .* which continues the copy"):
             load(tmp_path / "data", "parquet", tmp_path / "cache", storage="encoded", test_fraction=0)
     done: int = json.loads((only(tmp_path / "cache") / "note.json").read_text())["done"]

@@ -93,7 +93,9 @@ def test_folder_of_save_to_disk(tmp_path: Path) -> None:
     assert train.classes == ("ant", "bee")
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
+)
 def test_a_column_names_the_owners(tmp_path: Path, kind: pa.DataType) -> None:
     writers = [["w9", "w10"], ["w9", "w1", "w10"]]
     for number, (values, labels) in enumerate([([1, 2], [0, 1]), ([3, 4, 5], [2, 0, 1])]):

@@ -205,6 +205,10 @@ def test_long_patterns_are_no_folders(tmp_path):
             r"has no KMNIST/raw of torchvision's KMNIST; give the root of torchvision.datasets.K",
         ),
         ({}, "holds no image .*; these are files of torchvision's CIFAR10: set dataset.torchvision=CIFAR10"),
+        (
+            {"torchvision": "CIFAR10", "splits": {"train": "trian"}},
+            "torchvision's CIFAR10 has no split 'trian', only train, test; name one of them in dataset.splits",
+        ),
         ({"torchvision": "CIFAR10", "owner": "user"}, "dataset.owner=user is a column, which torchvision's files lack"),
     ],
 )

@@ -59,3 +59,19 @@ def test_alpha_divides_classes_among_the_clients_of_a_domain() -> None:
 def test_impossible_domains_are_refused(arguments, sentence) -> None:
     with pytest.raises(InputError, match=sentence):
         split(**arguments)
+
+
+def test_remedies_of_too_few_images_work() -> None:
+    owners, labels = torch.arange(60) % 3, torch.arange(60) % 2
+    data = partition_input(labels, num_clients=9, owners=owners)
+    with pytest.raises(InputError, match=r"some of the 3 clients of '0' with fewer .*=2 of 20 .*; set ") as error:
+        domain(data, alpha=0.01, min_size=2)
+    remedies = str(error.value).partition("; set ")[2].split(": ")[0].split(", or ")
+    assert [remedy.partition("=")[0] for remedy in remedies] == ["partition.alpha", "partition.min_size"]
+    alpha, min_size = (int(remedy.partition("=")[2]) for remedy in remedies)
+    assert min(map(len, domain(data, alpha=alpha, min_size=2).client_indices)) >= 2
+    assert sum(map(len, domain(data, alpha=0.01, min_size=min_size).client_indices)) == 60
+    unlabeled = partition_input(None, num_images=60, num_clients=9, owners=owners)
+    with pytest.raises(InputError, match=r"alpha=0.01 divides the classes .* no labels; set partition.alpha=null"):
+        domain(unlabeled, alpha=0.01, min_size=2)
+    assert len(domain(unlabeled, alpha=None, min_size=2).client_indices) == 9

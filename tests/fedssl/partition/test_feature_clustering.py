@@ -188,7 +188,7 @@ def test_in_a_run_without_labels_and_with_server_images() -> None:
         ({"alpha": 0}, "^partition.alpha=0 must be a number above 0$"),
         ({"min_size": -1}, "^partition.min_size=-1 must be an integer of at least 0$"),
         ({"min_size": 31}, "partition.min_size=31 of 90 images"),
-        ({"num_clients": 50}, "partition.min_size=2 of 90 images in every draw"),
+        ({"num_clients": 50}, r"in every draw; set partition.min_size=0: clients with too few never train$"),
         ({"encoder": "/no/such/file"}, "partition.encoder=/no/such/file cannot be read .*encoder.pt of a run"),
     ],
 )

@@ -27,6 +27,10 @@ def test_files_of_excel(tmp_path: Path) -> None:
     assert [len(part) for part in from_file(partition_input(LABELS, num_clients=2), file=tmp_path / "a.csv")] == [4, 2]
 
 
+def test_an_empty_line_of_one_column_is_an_unused_image(tmp_path: Path) -> None:
+    assert read(tmp_path / "a.csv", "client\n0\n\n1\n1\n\n0\n\n\n") == [[0, 5], [2, 3]]
+
+
 def test_round_trip(tmp_path: Path) -> None:
     labels = torch.arange(300) % 5
     labels[7] = NO_LABEL

@@ -230,12 +230,6 @@ def test_partitions_by_class_need_labels(kind: str) -> None:
         split(kind, None, 4, num_images=100, **KINDS[kind])
 
 
-def test_the_last_check_catches_lost_and_doubled_images() -> None:
-    for parts in ([[0, 1], [3, 4]], [[0, 1, 2], [2, 3, 4]]):
-        with pytest.raises(InputError, match="exactly one client"):
-            partition.partitioners.checked([np.array(part) for part in parts], 5)
-
-
 @pytest.mark.parametrize("kind", ["dirichlet", "pathological", "skew"])
 def test_images_without_a_label_are_dealt_evenly(kind: str) -> None:
     labels = labels_of(61, 97, 83)
