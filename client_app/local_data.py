@@ -37,16 +37,8 @@ class ClientRound:
 class LocalDataSample:
     """Local images of a client. Every call draws the same sample.
 
-    Parameters
-    ----------
-    images : ImageSource
-        All images of the data set.
-    indices : Tensor
-        Indices of the client's images, int64, ``(m,)``.
-    labels : Tensor or None
-        Classes of all images, int64, ``(n,)``, for methods that use them.
-    on_step_start : callable
-        Called before every batch. An exception that it raises aborts the comparison.
+    ``images`` and their ``labels``, ``(n,)``, are those of the whole data set, of which the client has the ``indices``,
+    ``(m,)``. An exception that ``on_step_start``, called before every batch, raises aborts the comparison.
     """
 
     def __init__(

@@ -88,7 +88,11 @@ def _key(file: Path, messages: list[str], *, ssh: bool = False) -> EllipticCurve
         _write(file, new.private_bytes(Encoding.PEM, key_format, NoEncryption()), messages, mode=0o600)
     else:
         messages.append(f"kept {file}")
-    key = (load_ssh_private_key if ssh else load_pem_private_key)(file.read_bytes(), password=None)
+    try:
+        key = (load_ssh_private_key if ssh else load_pem_private_key)(file.read_bytes(), password=None)
+    except TypeError as error:
+        command = f"ssh-keygen -p -N '' -f {file}" if ssh else f"openssl pkey -in {file} -out NEW, and use NEW"
+        raise ValueError(f"{file} has a passphrase; remove it with {command}") from error
     if not isinstance(key, EllipticCurvePrivateKey):
         raise ValueError(f"{file} is not an elliptic-curve key; move it away")
     return key
@@ -103,10 +107,11 @@ def _certificate(
     signed_by: tuple[x509.Certificate, EllipticCurvePrivateKey] | None,
 ) -> x509.Certificate:
     """Return the certificate in the file, and create it if necessary. Without a signer it is the authority's."""
-    alternatives = x509.SubjectAlternativeName([_general_name(name) for name in dict.fromkeys(names)])
+    names = list(dict.fromkeys(names))
+    alternatives = x509.SubjectAlternativeName(map(_general_name, names))
     if file.exists():
         existing = x509.load_pem_x509_certificate(file.read_bytes())
-        if signed_by and existing.extensions.get_extension_for_class(x509.SubjectAlternativeName).value != alternatives:
+        if signed_by and {*_alternatives(existing)} != {*alternatives}:
             raise ValueError(f"{file} has other names than {', '.join(names)}; move it away to create a new one")
         try:
             if signed_by:
@@ -142,6 +147,10 @@ def _certificate(
     certificate = builder.sign(signer, hashes.SHA384())
     _write(file, certificate.public_bytes(Encoding.PEM), messages, mode=0o644)
     return certificate
+
+
+def _alternatives(certificate: x509.Certificate) -> x509.SubjectAlternativeName:
+    return certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
 
 
 def _general_name(name: str) -> x509.GeneralName:

@@ -134,8 +134,15 @@ def delete_old_rounds(folder: Path, kind: str, *, oldest_resumable: int) -> None
 
 
 def new_run_folder() -> Path:
-    """Create a new folder ``runs/<date>_<time>``; runs that start in the same second get different folders."""
-    base = Path("runs", time.strftime("%Y-%m-%d_%H-%M-%S")).resolve()
+    """Create a new folder ``runs/<date>_<time>``."""
+    return new_folder(Path("runs", time.strftime("%Y-%m-%d_%H-%M-%S")).resolve(), "output_dir")
+
+
+def new_folder(base: Path, setting: str) -> Path:
+    """Create a new folder, with a number behind its name if it exists, such as of a run that started in this second.
+
+    ``setting`` names another one in errors.
+    """
     for attempt in range(1000):
         folder = base.with_name(f"{base.name}-{attempt}") if attempt else base
         try:
@@ -143,9 +150,9 @@ def new_run_folder() -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise InputError(f"the folder {folder} cannot be created ({error.strerror}); set output_dir=...") from error
+            raise InputError(f"the folder {folder} cannot be created ({error.strerror}); set {setting}=...") from error
         return folder
-    raise InputError(f"{base} and 999 more folders exist; set output_dir=...")
+    raise InputError(f"{base} and 999 more folders exist; set {setting}=...")
 
 
 def make_output_folder(folder: Path, setting: str = "output_dir") -> None:

@@ -19,16 +19,16 @@ def decoded(file: Path) -> str:
     """Return text in UTF-8, or as Excel saves it: in UTF-16 or Windows' code page of Western Europe."""
     content = read_bytes(file, max_bytes=MAX_LINES_BYTES)
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return content.decode("utf-16", errors="replace").lstrip("\r\n ")
+        return content.decode("utf-16", errors="replace")
     try:
-        return content.decode("utf-8-sig").lstrip("\r\n ")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        return content.decode("cp1252", errors="replace").lstrip("\r\n ")
+        return content.decode("cp1252", errors="replace")
 
 
 def csv_text(file: Path) -> tuple[str, str]:
     """Return the text of a file from its first line on, and what separates its columns."""
-    text = re.sub(r"\Asep=.\s+", "", decoded(file))  # of Excel
+    text = re.sub(r"\Asep=.\s+", "", decoded(file).lstrip("\r\n "))  # of Excel
     first = re.sub(r'"[^"]*"', "", text.partition("\n")[0])
     return text, max(",;\t|", key=first.count)
 
@@ -50,7 +50,7 @@ def read_lines(file: Path, *, setting: str, content: str) -> tuple[list[str], li
         raise InputError(f"{setting} is not a CSV file ({error}); choose a CSV file {content}") from error
     while rows and not rows[-1]:  # blank lines at the end
         rows.pop()
-    return [name.strip() for name in names], [row or [""] for row in rows] if len(names) == 1 else rows
+    return [name.strip() for name in names], rows
 
 
 def read_rows(file: Path, *headers: str, setting: str, content: str) -> Iterator[tuple[str, dict[str, str]]]:
@@ -64,8 +64,11 @@ def read_rows(file: Path, *headers: str, setting: str, content: str) -> Iterator
         raise InputError(f"{setting} begins with {found!r}; its first line must be {', or '.join(headers)}")
     for line, row in enumerate(rows, start=2):
         place = f"{setting}, line {line}"
-        check_line(place, row, names)
-        yield place, dict(zip(names, row, strict=True))
+        if not row and len(names) > 1:
+            continue
+        values = row or [""]  # of one column, an empty value
+        check_line(place, values, names)
+        yield place, dict(zip(names, values, strict=True))
 
 
 def check_line(place: str, row: Sequence[str], names: Sequence[str]) -> None:

@@ -1,16 +1,22 @@
 """Locks on files that the caller opened, since it decides about links and rights. They end with the file or process."""
 
 import fcntl
+import time
+
+_PROBE_SECONDS = 0.05
 
 
 def lock(descriptor: int, *, wait: bool = False) -> bool:
     """Lock an open file; return False if another process has locked it, unless it is to ``wait``.
 
-    Raise an `OSError` on a file system without locks.
+    A probe of `is_locked` takes an instant. Raise an `OSError` on a file system without locks.
     """
     from filelock import lock_descriptor  # here: slow import
 
-    return lock_descriptor(descriptor, blocking=wait)
+    if lock_descriptor(descriptor, blocking=wait):
+        return True
+    time.sleep(_PROBE_SECONDS)
+    return lock_descriptor(descriptor, blocking=False)
 
 
 def is_locked(descriptor: int) -> bool:

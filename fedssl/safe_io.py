@@ -92,8 +92,11 @@ def checksum_line(text: str) -> str:
     return CHECKSUM_COMMENT + checksum(text.encode())
 
 
-def read_yaml(file: Path, kind: type) -> Any:
-    """Read plain data of this type from a YAML file; interpolations stay text. As `read_text` otherwise."""
+def read_yaml(file: Path, kind: type, *, empty: Any = None) -> Any:
+    """Read plain data of this type from a YAML file; interpolations stay text. As `read_text` otherwise.
+
+    ``empty`` is the content of a file with comments alone, if that is valid.
+    """
     text = read_text(file)
     if text is None:
         return None
@@ -104,6 +107,7 @@ def read_yaml(file: Path, kind: type) -> Any:
         content = load_plain_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise corrupt_file_error(file, f"it is not valid YAML: {_reason(error)}") from error
+    content = empty if content is None else content
     if not isinstance(content, kind):
         raise corrupt_file_error(file, f"it contains a {type(content).__name__} instead of a {kind.__name__}")
     return content

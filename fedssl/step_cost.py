@@ -74,7 +74,7 @@ def step_cost(
         if used == images.device:
             return _step_cost(method, images=images, training=training, labels=labels)
         parts = method, training.optimizer, training.regularizer
-        tensors = [*method.parameters(), *method.buffers(), *tree_leaves(training.optimizer.state_dict())]
+        tensors = [*method.all_tensors(), *tree_leaves(training.optimizer.state_dict())]
         on_cpu, optimizer, regularizer = deepcopy_to_cpu(parts, [leaf for leaf in tensors if isinstance(leaf, Tensor)])
         return _step_cost(
             on_cpu,

@@ -162,7 +162,7 @@ def build_components(settings: Settings, clients: ClientDirectory, *, reads_imag
         images = [len(part) for client, part in enumerate(client_data.parts) if client not in untrained]
     settings = with_largest_weight(settings, strategy, images=images)
     context = replace(context, settings=settings, clients_per_round=per_round)
-    mods = make_mods(context)
+    mods = make_mods(context if reads_images else replace(context, settings=replace(settings, calibration=None)))
     costs = make_costs(context, training, client_data, strategy.client.trainings_per_round)
     federation = Federation(
         context=context,
@@ -238,8 +238,8 @@ def exchange_maker(context: RunContext, costs: TrainingCostMeter | None) -> Call
         warn_of_wall_clock_deadline(settings)
 
     def make(grid: Grid, on_activity: ActivityHook) -> Exchange:
-        if secure := SecureExchange.of(grid, settings, on_activity=on_activity):
-            return secure
+        if settings.secure_aggregation is not None:
+            return SecureExchange(grid, settings.secure_aggregation, on_activity=on_activity)
         if virtual is None:
             return WallClockExchange(grid, keep_contents=settings.aggregation.buffered, on_activity=on_activity)
         if virtual.is_in_seconds and costs is not None:
@@ -333,13 +333,14 @@ def clients_with_few_images(settings: Settings, parts: Sequence[np.ndarray], met
     """Return the clients with too few images, and log them; `InputError` if the others are too few for a round."""
     smallest, needed = method.min_batch_size, settings.aggregation.min_updates
     few = np.flatnonzero(np.fromiter(map(len, parts), np.int64, len(parts)) < smallest).tolist()
-    num_others = len(set(range(len(parts) - settings.unseen_clients)).difference(few))
+    unseen = settings.unseen_clients
+    num_others = len(set(range(len(parts) - unseen)).difference(few))
     if num_others < needed:
         most = sum(map(len, parts)) // smallest  # clients that could have enough images
         raise InputError(
             f"{num_others or 'no'} client{'s have' if num_others > 1 else ' has'} the {smallest} images that "
             f"{type(method).__name__} needs, and aggregation.min_updates={needed} with num_clients={len(parts)}; "
-            + (f"set partition=iid and num_clients={most} or lower" if most >= needed else "add images")
+            + (f"set partition=iid and num_clients={most} or lower" if most - unseen >= needed else "add images")
         )
     if few:
         log.warning(

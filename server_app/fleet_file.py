@@ -42,8 +42,8 @@ class FleetFile:
                 "free disk": info.free_disk,
                 "versions": dict(info.versions),
             }
-            for node, info in clients.info.items()
-        }
+            for node, info in sorted(clients.info.items(), key=lambda pair: pair[0] not in clients.rejected)
+        }  # of several nodes with a name, the last: one that is not rejected
         self._content["rejected"] = {str(node): reason for node, reason in clients.rejected.items()}
         self._write_changed(FLEET_FILE, self._content)
 

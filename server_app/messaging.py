@@ -35,6 +35,7 @@ class ClientMessenger:
         self._sent_at: dict[str, float] = {}  # monotonic time, since the clock may be corrected meanwhile
         # Messages of earlier exchanges and the replies to them that arrived during the newest one.
         self.late_replies: list[tuple[Message, Message]] = []
+        self.has_enough = False  # whether the newest exchange ended because there were enough replies
 
     def pending_nodes(self) -> set[int]:
         """Return the nodes with a message of an earlier exchange without a reply."""
@@ -64,6 +65,7 @@ class ClientMessenger:
         self.late_replies.clear()
         sent_at = replied_at = time.monotonic()
         last, pause, good = sent_at + (deadline or math.inf), 0.005, 0
+        self.has_enough = False
         # In the order of sending; the id of a message that could not be sent is empty.
         unanswered = {
             id: message for id, message in zip(self._grid.push_messages(messages), messages, strict=False) if id
@@ -93,7 +95,8 @@ class ClientMessenger:
                     else:
                         log.warning("an unexpected reply of node %d is ignored", reply.metadata.src_node_id)
                     del reply  # one model each
-                if min_replies is not None and good >= min_replies:
+                self.has_enough = min_replies is not None and good >= min_replies
+                if self.has_enough:
                     return
         finally:
             for id, message in unanswered.items():

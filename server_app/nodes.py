@@ -24,7 +24,8 @@ from server_app.messaging import ClientMessenger
 
 DISCOVERY_GRACE_SECONDS = 10.0  # seconds without a new node after which a federation is complete
 IDENTIFY_TIMEOUT = 60.0  # seconds in which a device that joins later must reply
-NO_REPLY, FAILED = "did not reply", "failed: "  # predicates of nodes without info
+# Predicates of nodes that cannot participate.
+NO_REPLY, FAILED, NO_DEVICE = "did not reply", "failed: ", "is not a device"
 REJECTED_INTERVAL = 300.0  # seconds after which a device that cannot participate is retried
 
 NodeNames = Callable[[], Mapping[int, str]]  # returns the names under which keys were registered, by node id
@@ -74,11 +75,14 @@ def discover_clients(
     num_devices = sum(each.partitions is None for each in info.values())
     if not num_devices:
         return ClientDirectory(nodes=_partition_directory(info, errors, num_clients, timeout=timeout))
-    if num_devices < len(info):
+    simulated = [node for node, each in info.items() if each.partitions is not None]
+    if len(simulated) >= num_devices:
         raise InputError(
-            f"{num_devices} nodes are devices and {len(info) - num_devices} are simulated clients; "
+            f"{num_devices} nodes are devices and {len(simulated)} are simulated clients, such as node {simulated[0]}; "
             "run either with devices or in a simulation"
         )
+    errors |= dict.fromkeys(simulated, NO_DEVICE)
+    info = {node: each for node, each in info.items() if each.partitions is None}
     directory = ClientDirectory(nodes={}, client_ids=known_client_ids or {})
     directory = add_devices(directory, info, errors, names=node_names())
     if not directory.nodes:
@@ -157,7 +161,7 @@ class ClientManager:
             return
         found, errors = _info_of(self._grid, new, timeout=min(self._timeout, IDENTIFY_TIMEOUT))
         info = {node: each for node, each in found.items() if each.partitions is None}
-        errors |= dict.fromkeys(found.keys() - info.keys(), "is not a device")
+        errors |= dict.fromkeys(found.keys() - info.keys(), NO_DEVICE)
         accepted = set(self.clients.nodes.values())
         errors = {node: why for node, why in errors.items() if why != NO_REPLY or node not in accepted}
         offline = {number: node for number, node in self.clients.nodes.items() if node not in available}

@@ -12,7 +12,7 @@ from functools import partial
 
 from fedssl.config.settings import EngineSettings, MachineSettings, Settings
 from fedssl.errors import InputError
-from fedssl.logs import log
+from fedssl.logs import log, print_line
 from fedssl.machine.memory import available_memory, gigabytes, peak_memory
 from fedssl.machine.process import available_cores
 
@@ -91,7 +91,7 @@ def server_on_gpus(settings: Settings) -> Settings:
 
     device = device_with_most_memory(settings.machine.device)
     if device != settings.machine.device:
-        print(f"the server uses {device}, which has most free memory", flush=True)
+        print_line(f"the server uses {device}, which has most free memory")
     return replace(settings, machine=replace(settings.machine, device=device))
 
 
@@ -295,7 +295,7 @@ def plan_client_resources(
     of_gpus = f" and {client.gpus:g} of {gpus} GPUs" if client.gpus else ""
     of_hosts = f" of {len(hosts)} hosts" if len(hosts) > 1 else ""
     cpus = sum(host.cpus for host in hosts)
-    print(f"{clients} clients at once, each on {client.cpus} of {cpus} CPUs{of_gpus}{of_hosts}{reason}", flush=True)
+    print_line(f"{clients} clients at once, each on {client.cpus} of {cpus} CPUs{of_gpus}{of_hosts}{reason}")
     if not client.gpus and machine.device != "cpu" and (gpus or torch.cuda.is_available()):
         log.warning("clients train on CPUs although there are GPUs; set engine.client_gpus to the share of a client")
     return client, clients

@@ -59,10 +59,14 @@ def count_batches(components: RunComponents, num_images: int) -> int:
 
 def count_notes(components: RunComponents) -> list[str]:
     """Return which counts are not those of the run, and why."""
-    federation, choices, notes = components.federation, components.settings.recording.choices, []
+    federation, settings, notes = components.federation, components.settings, []
     if federation.strategy.server.exchanges_parts:
-        name = choices.get("strategy")
+        name = settings.recording.choices.get("strategy")
         notes.append(f"bytes are those of whole models: strategy={name} sends fewer layers, selected by weights")
+    if settings.statistics.measured is not None:
+        notes.append("bytes are without the numbers of dataset.mean=federated, which are sent with each plan")
+    if settings.recording.max_state_bytes is not None:
+        notes.append("bytes are those of clients with all states: client_state.max_bytes deletes some")
     return notes
 
 

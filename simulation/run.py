@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
-from fedssl.atomic_files import make_output_folder, new_run_folder
-from fedssl.config.literal import user_path
+from fedssl.atomic_files import make_output_folder, new_run_folder, saved_rounds
+from fedssl.config.literal import absolute_setting, user_path
 from fedssl.config.load import compose, load_settings
 from fedssl.config.overrides import parse
 from fedssl.config.saved_run import resume_command, resume_overrides
 from fedssl.config.settings import MachineSettings, Settings
 from fedssl.errors import InputError, RunError, RunStopped
+from fedssl.logs import print_line
 from fedssl.runs.run import is_locked, read_summary
 from simulation.resources import (
     EngineChoice,
@@ -30,7 +31,7 @@ from simulation.resources import (
 if TYPE_CHECKING:  # a slow import
     from server_app.build import RunComponents
 
-DATASETS = ("dataset", "calibration.dataset")
+_DATASETS = ("dataset.path", "calibration.dataset.path")
 
 
 def run(overrides: Sequence[str]) -> Path | None:
@@ -58,7 +59,7 @@ def run_settings(settings: Settings, overrides: Sequence[str]) -> Path | None:
     folder = chosen or new_run_folder()
     make_output_folder(folder)
     try:
-        _run_here(built.in_folder(folder, paths=_dataset_paths(settings)))
+        _run_here(built.in_folder(folder, paths=_given_paths(settings)))
     except (InputError, RunError) as error:
         # A concurrent run may have locked the folder.
         if fresh and not is_locked(folder) and _is_removable(folder, rejected=isinstance(error, InputError)):
@@ -91,7 +92,9 @@ def run_again(settings: Settings, overrides: Sequence[str]) -> Path | None:
 
 def _is_removable(folder: Path, *, rejected: bool) -> bool:
     """Return whether a run was rejected before its first round, or failed before its settings were saved."""
-    return not _rounds_done(folder) if rejected else not (folder / "config.yaml").exists()
+    recorded = [file for file in folder.glob("metrics.jsonl") if file.stat().st_size]
+    has_rounds = _rounds_done(folder) or saved_rounds(folder / "checkpoints") or recorded
+    return not has_rounds if rejected else not (folder / "config.yaml").exists()
 
 
 def _rounds_done(folder: Path) -> int:
@@ -99,10 +102,12 @@ def _rounds_done(folder: Path) -> int:
     return rounds if isinstance(rounds, int) else 0
 
 
-def _dataset_paths(settings: Settings) -> dict[str, str]:
-    """Return the absolute paths of the data sets, because resumed runs may have another working directory."""
-    paths = {f"{key}.path": OmegaConf.select(settings.recording.config, f"{key}.path") for key in DATASETS}
-    return {key: path for key, path in paths.items() if path}
+def _given_paths(settings: Settings) -> dict[str, str]:
+    """Return the absolute paths of overrides and data sets, because resumed runs may have another working directory."""
+    keys = [override.partition("=")[0] for override in settings.recording.overrides]
+    config, names = settings.recording.config, {key: key.lstrip("+") for key in [*keys, *_DATASETS]}
+    paths = {key: absolute_setting(name, OmegaConf.select(config, name)) for key, name in names.items()}
+    return {key: path for key, path in paths.items() if path is not None}
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ class BuiltRun:
     records: Sequence[logging.LogRecord]
 
     def in_folder(self, folder: Path, *, paths: Mapping[str, str]) -> "BuiltRun":
-        """Return the run in a folder. ``paths`` are those of the data sets."""
+        """Return the run in a folder. ``paths`` are recorded as overrides."""
         return replace(self, components=self.components.in_folder(folder, paths=paths))
 
 
@@ -143,7 +148,7 @@ def _build(settings: Settings) -> BuiltRun:
     if engine.engine == "auto":
         engine = choose_on_cpus(settings)
     if engine.reason:
-        print(f"engine={engine.engine}: {engine.reason}", flush=True)
+        print_line(f"engine={engine.engine}: {engine.reason}")
     return BuiltRun(components, engine, machine, records)
 
 
@@ -158,7 +163,7 @@ def _run_here(run: BuiltRun) -> None:
         except RayNotStartedError as error:
             if run.components.settings.engine.name != "auto":
                 raise
-            print(f"engine=local: Ray could not be started ({error.__cause__})", flush=True)
+            print_line(f"engine=local: Ray could not be started ({error.__cause__})")
     from simulation.grid import run_local
 
     run_local(run.components, run.records)

@@ -11,18 +11,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedssl.atomic_files import make_output_folder, saved_rounds, write_text
+from fedssl.atomic_files import make_output_folder, new_folder, saved_rounds, write_text
 from fedssl.config.compose import RESUMABLE_KEYS, hydra_value
 from fedssl.config.literal import user_path
 from fedssl.config.load import load_settings
-from fedssl.config.overrides import key_and_group, parse, quote_value
+from fedssl.config.overrides import by_key, key_and_group, parse, quote_value
 from fedssl.config.saved_run import points_outside
 from fedssl.config.settings import Settings
 from fedssl.config.targets import SEARCHPATH_KEY
 from fedssl.errors import InputError, RunError, sanitize
-from fedssl.report.accuracy_table import NOT_FINISHED, sweep_results
-from fedssl.runs.run import LOCK_FILE, acquire_lock, is_locked, read_run, read_summary, write_summary
-from simulation.sweep_progress import SweepProgress, print_line
+from fedssl.logs import print_line
+from fedssl.report.accuracy_table import NOT_FINISHED, RUNNING, sweep_results
+from fedssl.runs.run import LOCK_FILE, acquire_lock, read_run, read_summary, write_summary
+from simulation.sweep_progress import SweepProgress
 from simulation.sweep_state import FOLDER_KEY, PATH_KEY, STATE_FILE, Job
 
 Runner = Callable[[Sequence[str]], object]  # runs or resumes a run with these overrides
@@ -57,6 +58,8 @@ def needs_hydra(flags: Sequence[str], overrides: Sequence[str]) -> bool:
 def new_sweep_folder(overrides: Sequence[str], *, create: bool = True) -> Path:
     """Return the folder of a new sweep, and create it unless only its name is needed; raises `InputError`."""
     folder = user_path(str(hydra_value(overrides, "sweep.dir"))).absolute()
+    if create and not {FOLDER_KEY, "experiment"} & by_key(overrides).keys():
+        return new_folder(folder, FOLDER_KEY)
     if (folder / STATE_FILE).exists():
         word = shlex.quote(f"resume={folder}")
         raise InputError(f"{FOLDER_KEY}={folder} has a sweep; resume it with {word}, or choose another folder")
@@ -84,8 +87,6 @@ def sweep_lock(folder: Path) -> Iterator[None]:
 
     If the block rejects a new sweep, the folder is removed, unless it has other files.
     """
-    if is_locked(folder):
-        raise InputError(f"{folder} is in use by another process; wait for its end, or stop it")
     lock = acquire_lock(folder)
     try:
         yield
@@ -182,7 +183,7 @@ def run_jobs(batches: Iterable[JobWave], run: Runner, progress: SweepProgress) -
 
 
 def finish_sweep(folder: Path, jobs: Sequence[Path], *, metric: str | None) -> int:
-    """Print and write the table of a sweep. Return the exit status, which is 1 if a job is not finished or pruned."""
+    """Print and write the table of a sweep. Return the exit status: 1 if a job is neither finished nor pruned."""
     table = sweep_results(jobs, metric=metric).table()
     try:
         write_text(folder / "results.csv", table.csv())
@@ -190,7 +191,7 @@ def finish_sweep(folder: Path, jobs: Sequence[Path], *, metric: str | None) -> i
     except OSError as error:
         raise RunError(f"{folder} cannot be written ({error.strerror}); free disk space") from error
     print(f"\n{table.text()}\n\nresults.csv and results.md are in {folder}")
-    return 1 if NOT_FINISHED in table.notes else 0
+    return 1 if {NOT_FINISHED, RUNNING} & table.notes.keys() else 0
 
 
 def write_status(job: Job, status: str, *, reason: str) -> None:

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -13,6 +13,7 @@ from rich.text import Text
 
 from fedssl.errors import InputError, sanitize
 from fedssl.evaluation.scores import Score
+from fedssl.logs import print_line
 from fedssl.runs.run import Run, read_run
 from server_app.console import duration
 
@@ -98,12 +99,6 @@ class SweepProgress:
             table.add_row(*map(Text, (folder.name, _rounds(folder), sanitize(" ".join(overrides)))))
         waiting = len(running) - len(rows)
         return Group(table, Text(f"{len(rows)} running, {waiting} waiting, {self.line()}"))
-
-
-def print_line(text: str) -> None:
-    """Print a line of a sweep, whose jobs go on if standard output is closed or its disk is full."""
-    with suppress(OSError):
-        print(text, flush=True)
 
 
 def _rounds(folder: Path) -> str:

@@ -83,6 +83,11 @@ class FedNovaServer(ServerStrategy):
     def problem(self, context: RunContext) -> Problem:
         if not context.settings.training.epochs:
             return "strategy=fednova divides by the number of local steps; set local_epochs=1 or more"
+        if context.is_deployment and self._weighting == "uniform" and context.settings.aggregation.max_examples is None:
+            return (
+                "strategy.weighting=uniform of fednova lets a client with a false number of images scale the update of "
+                "all; set aggregation.max_examples, or strategy.weighting=examples"
+            )
         return needs_sgd(context, strategy="fednova")
 
     def prepare(self, context: RunContext) -> None:

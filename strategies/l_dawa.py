@@ -105,15 +105,15 @@ class LDAWAServer(ServerStrategy):
     def after_aggregation(self, done: AggregatedModel) -> tuple[Any, dict[str, Any]]:
         before = done.model.layers
         kernels = [name for name, layer in done.layers.items() if layer.ndim > 1 and before[name].any()]
-        if kernels and not self._has_warned:
+        if kernels and done.round > self.rounds and not self._has_warned:
             ratios = {name: np.linalg.norm(done.layers[name]) / np.linalg.norm(before[name]) for name in kernels}
             name = min(kernels, key=ratios.__getitem__)
             if ratios[name] < SHRUNK:
                 self._has_warned = True
                 log.warning(
                     "L-DAWA has multiplied the norm of %s by %.2f in round %d; layers with small cosines shrink more "
-                    "and more: set %sa smaller optimizer.lr",
-                    *(name, ratios[name], done.round, "strategy.normalize=true, or " if self._can_normalize else ""),
+                    "and more: set %sa smaller learning rate of the clients",
+                    *(name, ratios[name], done.round, "normalize to true, or " if self._can_normalize else ""),
                 )
         return super().after_aggregation(done)
 

@@ -192,7 +192,7 @@ def read_edges(file: str | Path | None, num_clients: int, *, untrained: Collecti
     if text is None:
         raise InputError(f"strategy.file={file} does not exist; name a text file with an edge per line, such as 0 1")
     edges: dict[tuple[int, int], int] = {}  # to line numbers
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), start=1):  # of Windows' editors
         words = line.partition("#")[0].split()
         if not words:
             continue

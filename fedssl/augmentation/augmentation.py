@@ -65,7 +65,8 @@ class Augmentation:
         views: Sequence[Mapping[str, Any]],
         gpu_augmentation: str = "torch",
     ) -> None:
-        recipes = [read_recipe(recipe, name=f"augmentation.views.{index}") for index, recipe in enumerate(views)]
+        given = [read_recipe(recipe, name=f"augmentation.views.{index}") for index, recipe in enumerate(views)]
+        recipes = [recipe for recipe in given if recipe.count]
         self.recipes = [repeated for recipe in recipes for repeated in [recipe] * recipe.count]
         self.recipes.sort(key=lambda recipe: recipe.role != GLOBAL)
         if not self.recipes or self.recipes[0].role != GLOBAL:
@@ -91,15 +92,15 @@ class Augmentation:
         self.uses_further = any(recipe.view.uses_further for recipe in recipes)
         self.by_kernel = gpu_augmentation == "triton"
         self.sizes = [round(recipe.size * size) for recipe in self.recipes]
-        for index, recipe in enumerate(recipes):
+        for recipe in recipes:
             pixels = round(recipe.size * size)
             if pixels < SMALLEST and recipe.size < 1:
                 raise InputError(
-                    f"augmentation.views.{index}.size={recipe.size} gives views of {pixels} pixels; set it to at least "
+                    f"{recipe.name}.size={recipe.size} gives views of {pixels} pixels; set it to at least "
                     f"{SMALLEST / size:g}, for views of {SMALLEST} pixels"
                 )
             if recipe.mask is not None:
-                check_grid(recipe.mask, size=pixels, name=f"augmentation.views.{index}.mask")
+                check_grid(recipe.mask, size=pixels, name=f"{recipe.name}.mask")
         self._mean = torch.tensor(list(mean), dtype=torch.float32).view(-1, 1, 1, 1)
         self._std = torch.tensor(list(std), dtype=torch.float32).view(-1, 1, 1, 1)
 
@@ -291,8 +292,7 @@ def check_color(used: Sequence[str], *, channels: int, choices: str = "") -> Non
 
 def _used(recipes: Sequence[ViewRecipe], names: Sequence[str]) -> list[str]:
     """Return the keys of these settings that are on."""
-    views = [(f"augmentation.views.{index}", vars(each.view)) for index, each in enumerate(recipes) if each.count]
-    return [f"{key}.{name}" for key, view in views for name in names if view[name]]
+    return [f"{each.name}.{name}" for each in recipes for name in names if vars(each.view)[name]]
 
 
 def _per_image(orders: Sequence[Sequence[Sequence[int]]], sizes: Sequence[int]) -> Tensor:

@@ -77,6 +77,7 @@ def check_grid(recipe: MaskRecipe, *, size: int, name: str) -> None:
         if not 0 < hidden < patches:
             raise InputError(
                 f"{name}.ratio={recipe.ratio} hides {hidden} of {patches} patches; set a smaller encoder.patch"
+                + f", or lower {name}.ratio" * (hidden > 0)
             )
     elif patches < 16:
         raise InputError(

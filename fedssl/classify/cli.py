@@ -134,7 +134,8 @@ def _label_next(
 
 def _continuation(options: Options, table: Path) -> str:
     """Return how to use the labels of a table together with those of ``labeled``."""
-    labeled, tables = options.labeled, table.with_name(f"{table.stem.rstrip(digits)}*{table.suffix}")
+    stem = table.stem.rstrip(digits) or table.stem  # 1.csv is no part of a series
+    labeled, tables = options.labeled, table.with_name(f"{stem}*{table.suffix}")
     pattern = _in_braces(tables)
     if labeled is None or labeled.absolute().match(str(tables.absolute())):
         both = pattern

@@ -48,9 +48,11 @@ def next_to_label(
     if not len(new):
         return []
     x = pool[new]
-    ranked = typical(x, labeled, count=count, seed=seed)
-    if margins is not None:
-        ranked = uncertain(x, margins[new], count=count, seed=seed)
+    ranked = (
+        typical(x, labeled, count=count, seed=seed)
+        if margins is None
+        else uncertain(x, margins[new], count=count, seed=seed)
+    )
     chosen: list[int] = []
     for row in ranked:
         if largest_cosines(x[[row]], x[chosen])[0] < DUPLICATE:

@@ -4,6 +4,7 @@ import math
 import os
 import shlex
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,17 @@ from fedssl.config.targets import SEARCHPATH_KEY, expand_config_dir_flag
 from fedssl.errors import InputError, sanitize
 
 DATA_SET = "dataset."
+
+
+def parse_arguments(commands: Mapping[str, ArgumentParser], parser: ArgumentParser) -> Namespace:
+    """Return the arguments of a command, in any order, with its name as ``command``.
+
+    ``parser`` parses everything else, such as ``--help``. On its own it refuses an argument behind an option.
+    """
+    first, *rest = sys.argv[1:] or [""]
+    if first not in commands:
+        return parser.parse_args()
+    return commands[first].parse_intermixed_args(rest, Namespace(command=first))
 
 
 def run_with_overrides(name: str, usage: str, run: Callable[[Sequence[str]], str]) -> int:

@@ -17,9 +17,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.config.constraint_table import CONSTRAINTS
-from fedssl.config.constraints import constraint_of, group_of
+from fedssl.config.constraints import group_of
 from fedssl.config.hydra_internals import ChoiceSweep, Override, apply_overrides, initialized_hydra
-from fedssl.config.literal import absolute_path
+from fedssl.config.literal import absolute_setting
 from fedssl.config.overrides import CONF, check_choices, choices_with, config_groups, parse, suggest_setting
 from fedssl.config.settings import statistic_of_channels
 from fedssl.config.statistics_settings import request_statistics
@@ -88,13 +88,11 @@ def _check_used(config: DictConfig, overrides: Sequence[str]) -> None:
 def _make_absolute(config: DictConfig) -> None:
     """Make paths absolute, because clients and resumed runs have another working directory."""
     for key, value in list(flatten(config)):
-        constraint = constraint_of(key)
-        if constraint is None or constraint.kind is not Path or not isinstance(value, str):
-            continue
-        if not value:
+        path = absolute_setting(key, value)
+        if path is not None and not value:
             raise InputError(f"{key} is empty; set a path, or null")
-        if not (key.endswith(".cache") and value == "auto"):
-            OmegaConf.update(config, key, str(absolute_path(value)))
+        if path is not None:
+            OmegaConf.update(config, key, path)
 
 
 def _describe_teacher(config: DictConfig) -> None:

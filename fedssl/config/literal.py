@@ -150,6 +150,14 @@ def absolute_path(text: str | Path) -> Path:
         return path
 
 
+def absolute_setting(key: str, value: Any) -> str | None:
+    """Return the absolute path that is the value of a setting; None if it is none, such as a column of masks."""
+    constraint = constraint_of(key)
+    is_path = constraint is not None and constraint.kind is Path and not (key.endswith(".cache") and value == "auto")
+    is_path |= key.rpartition(".")[2] == "masks" and isinstance(value, str) and user_path(value).is_dir()
+    return str(absolute_path(value)) if is_path and isinstance(value, str) else None
+
+
 def path_of(text: str) -> Path:
     """Return the path behind ``key=``, without quotes of Hydra and with the home folder in place of ``~``."""
     return user_path(str(parse([f"text={_quoted(text)}"])[0].value()))

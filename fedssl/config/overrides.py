@@ -25,29 +25,23 @@ _KEYWORDS = ("null", "true", "false", "inf", "nan")  # of Hydra's grammar
 
 def parse(overrides: Sequence[str]) -> list[Override]:
     """Parse overrides by Hydra's grammar; raise `InputError` if they are invalid."""
+    return [_parsed(override) for override in overrides]
+
+
+def _parsed(override: str) -> Override:
     try:
-        return parse_overrides(overrides)
+        return parse_overrides([override])[0]
     except HydraException as error:
-        bare = [override for override in overrides if "=" not in override and not override.startswith("~")]
-        if bare:
+        if "=" not in override and not override.startswith("~"):
             raise InputError(
-                f"{bare[0]} does not have the form key=value; write e.g. rounds=5 or strategy=fedavg, without spaces"
+                f"{override} does not have the form key=value; write e.g. rounds=5 or strategy=fedavg, without spaces"
             ) from error
-        if re.search(r"\s[\w.]+=", invalid := _first_invalid(overrides)):
-            raise InputError(f"{invalid!r} has several settings; write each as a word of its own") from error
+        if re.search(r"\s[\w.]+=", override):
+            raise InputError(f"{override!r} has several settings; write each as a word of its own") from error
         raise InputError(
-            f"the command line cannot be parsed at {invalid!r}; write key=value without a space "
+            f"the command line cannot be parsed at {override!r}; write key=value without a space "
             "before =, and quote special characters, as in \"key='a, b'\""
         ) from error
-
-
-def _first_invalid(overrides: Sequence[str]) -> str:
-    for override in overrides:
-        try:
-            parse_overrides([override])
-        except HydraException:
-            return override
-    return " ".join(overrides)
 
 
 def by_key(overrides: Iterable[str]) -> dict[str, str]:
@@ -62,9 +56,9 @@ def partition_by_key(overrides: Iterable[str], key: str) -> tuple[list[str], lis
 
 
 def key_and_group(override: str) -> set[str]:
-    """Return the key of an override, and its config group or first part."""
+    """Return the key of an override, and the first part of its place in the config: that of a group is behind ``@``."""
     key = override.partition("=")[0]
-    return {key, key.split(".")[0]}
+    return {key, key.lstrip("+~").rpartition("@")[2].split(".")[0]}
 
 
 def split_words(name: str, text: str) -> list[str]:

@@ -30,7 +30,10 @@ def to_overrides(texts: Sequence[str], settings: Mapping[str, Value]) -> list[st
     for override in parse(texts):
         if override.is_sweep_override():
             raise InputError(f"{override.input_line} has several values; call fedssl.run in a loop, once for each")
-    return [*texts, *_overrides({name.replace("__", "."): value for name, value in settings.items()})]
+    overrides = [*texts, *_overrides({name.replace("__", "."): value for name, value in settings.items()})]
+    if of_sweep := [override for override in overrides if override.startswith(("sweep.", "hydra.sweep", "hydra.run"))]:
+        raise InputError(f"{of_sweep[0]} is an option of the command line's sweeps and runs; leave it out")
+    return overrides
 
 
 def _overrides(settings: Mapping[str, Value]) -> Iterator[str]:

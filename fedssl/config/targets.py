@@ -133,7 +133,8 @@ def installed_targets() -> frozenset[str]:
 
 def _targets_in(folder: Path) -> Iterator[str]:
     for file in folder.rglob("*.yaml"):
-        yield from re.findall(r"^\s*_target_:\s*([\w.]+)", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        text = file.read_text(encoding="utf-8", errors="replace")  # a user's comments may have another encoding
+        yield from re.findall(r"^\s*_target_:\s*([\w.]+)", text, flags=re.MULTILINE)
 
 
 def _targets(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:

@@ -103,12 +103,19 @@ def _mask_files(folder: Path, images: Sequence[str]) -> list[Path]:
     """Return the mask of each image: that with the longest common end of its path."""
     files = (path for path in sorted(folder.rglob("*.*")) if names_image(path.name))  # beside others, such as outlines
     own = {Path(image).resolve() for image in images}  # an image is not its own mask
-    named = {path.relative_to(folder).with_suffix("").as_posix(): path for path in files if path.resolve() not in own}
-    suffixed = defaultdict[str, list[Path]](list)
-    for name, path in named.items():
+    named, suffixed = defaultdict[str, list[Path]](list), defaultdict[str, list[Path]](list)
+    for file in files:
+        if file.resolve() not in own:
+            named[file.relative_to(folder).with_suffix("").as_posix()].append(file)
+    for name, same in named.items():
         if (match := MASK.fullmatch(name)) and match[1] not in named:
-            suffixed[match[1]].append(path)
-    masks = named | {name: paths[0] for name, paths in suffixed.items()}
+            suffixed[match[1]] += same
+    # A JPEG file beside another is a preview.
+    of_image = {
+        name: [file for file in same if file.suffix.lower() not in (".jpg", ".jpeg")] or same
+        for name, same in (named | suffixed).items()
+    }
+    masks = {name: same[0] for name, same in of_image.items()}
     found, missing = list[Path](), list[Path]()
     for image in images:
         paths = (PurePath(image), PurePath(image).with_suffix(""))  # a folder of bands, or photo.jpg.png
@@ -120,9 +127,9 @@ def _mask_files(folder: Path, images: Sequence[str]) -> list[Path]:
             f"{folder} has no mask for {len(missing)} of {len(images)} images ({shortened(map(str, missing))}); "
             "give each mask the name of its image, except for the ending, or NAME_mask"
         )
-    several = next((paths for paths in suffixed.values() if len(paths) > 1 and paths[0] in found), None)
+    several = next((same for same in of_image.values() if len(same) > 1 and same[0] in found), None)
     if several:
-        raise InputError(f"{shortened(map(str, several))} are masks of one image; merge them into one file")
+        raise InputError(f"{shortened(map(str, several))} are masks of one image; keep one, or merge them")
     repeated = [str(mask) for mask, number in Counter(found).items() if number > 1]
     if repeated:
         raise InputError(f"several images have the masks {shortened(repeated)}; use subfolders as theirs")

@@ -100,7 +100,8 @@ def as_numbers(name: str, values: Sequence[Any]) -> Column:
 
 def as_labels(name: str, values: Sequence[Any]) -> Column:
     """Convert labels to 0, 1 or NaN for each class; -1 is unknown, too."""
-    if any(isinstance(value, str) and "|" in value for value in values):
+    texts = [value for value in values if isinstance(value, str) and value.strip()]
+    if texts and (any("|" in text for text in texts) or not any(map(_is_number, texts))):
         values = [value.split("|") if isinstance(value, str) else value for value in values]
     lists = [value for value in values if _is_list(value)]
     if not lists or _are_indicators(lists):
@@ -139,6 +140,16 @@ def _is_unknown(value: Any) -> bool:
     return value is None or (isinstance(value, str) and not value.strip())
 
 
+def _is_number(value: str) -> bool:
+    """Return whether a text is a number, ``true`` or ``false``."""
+    text = value.strip().lower()
+    try:
+        float(_BOOLS.get(text, text))
+    except ValueError:
+        return False
+    return True
+
+
 def _number(name: str, value: Any) -> float:
     if _is_unknown(value):
         return math.nan
@@ -159,7 +170,8 @@ def _values(images: LabeledImages, name: str) -> Sequence[Any]:
         )
     index, rows = images.origin
     values = index.values(name)
-    return [values[row] for row in rows]
+    chosen = (values[row] for row in rows)
+    return [value.tolist() if isinstance(value, np.ndarray | np.generic) else value for value in chosen]
 
 
 def _read_csv(
@@ -168,8 +180,10 @@ def _read_csv(
     """Return columns of a CSV file for each split, None for images that it does not have."""
     setting = f"evaluation.file={file}"
     header, lines = read_lines(file, setting=setting, content="with the targets of the images")
-    for number, row in enumerate(lines := list(filter(None, lines)), start=2):
-        check_line(f"{setting}, line {number}", row, header)
+    for number, row in enumerate(lines, start=2):
+        if row:
+            check_line(f"{setting}, line {number}", row, header)
+    lines = list(filter(None, lines))
     others = header[1:]
     missing = [name for name in columns or () if name not in others]
     if missing or not others:

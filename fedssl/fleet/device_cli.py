@@ -24,6 +24,7 @@ from typing import Any
 
 from fedssl.atomic_files import atomic_write
 from fedssl.command_line import run_command
+from fedssl.config.commands import parse_arguments
 from fedssl.config.literal import user_path
 from fedssl.errors import InputError, RequestRefused, sanitize
 from fedssl.fleet.availability import read_usage
@@ -60,7 +61,7 @@ It shares no images, labels, file names or paths."""
 
 def main() -> int:
     """Run the command, and return its exit status, see `run_command`."""
-    options = _parser().parse_args()
+    options = _options()
     command = {"setup": setup, "status": status, "encoder": encoder, "quality": quality}[options.command]
     return run_command("fedssl-device", lambda: command(options))
 
@@ -245,7 +246,7 @@ def _folder(values: dict[str, str]) -> Path:
     return user_path(values.get("folder") or data / "fedssl" / "device").absolute()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="fedssl-device", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -255,4 +256,4 @@ def _parser() -> argparse.ArgumentParser:
     create.add_argument("--start", action="store_true", help="start the SuperNode in place of this process")
     for each in (create, *(commands.add_parser(name) for name in ("status", "encoder", "quality"))):
         each.add_argument("values", metavar="KEY=VALUE", nargs="*")
-    return parser
+    return parse_arguments(commands.choices, parser)

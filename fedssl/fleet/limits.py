@@ -89,7 +89,7 @@ class Limits:
 
 def read_limits(file: Path) -> Limits:
     """Read the file of limits; raises `InputError`."""
-    limits, names = read_yaml(file, dict), [field.name for field in fields(Limits)]
+    limits, names = read_yaml(file, dict, empty={}), [field.name for field in fields(Limits)]
     if limits is None:
         raise InputError(f"limits={file} does not exist; name a file with {', '.join(names)}, or leave limits out")
     for key, value in limits.items():

@@ -21,7 +21,7 @@ def check_proxies() -> None:
     try:
         httpx.Client(verify=False).close()
     except ImportError as error:
-        scheme = next(scheme for scheme, value in getproxies().items() if value.startswith("socks"))
+        scheme = next(scheme for scheme, value in getproxies().items() if value.lower().startswith("socks"))
         raise InputError(
             f"{_describe(scheme)} needs the package socksio, which is not installed; install it with pip install "
             f"'httpx[socks]', or unset {_variable(scheme)}"

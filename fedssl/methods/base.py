@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,10 @@ class SSLMethod(nn.Module):
         own = {*self.base_names, *self.server_merged_names}
         base = {id(tensors[name]) for name in own}
         return {name: tensor for name, tensor in tensors.items() if id(tensor) not in base or name in own}
+
+    def all_tensors(self) -> Iterator[Tensor]:
+        """Yield parameters and buffers, and tensors that are neither."""
+        yield from chain(self.parameters(), self.buffers())
 
     @cached_property
     def base_names(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ model. R reveals second moments of projections.
 """
 
 from collections.abc import Callable, Sequence
+from statistics import median_high
 
 import numpy as np
 import torch
@@ -58,6 +59,12 @@ def spectral_loss(z1: Tensor, z2: Tensor, others: Tensor, *, own_share: Tensor) 
     r = correlation(z1, z2)
     repulsion = own_share * r.square().sum() + 2 * (1 - own_share) * (r * others).sum()
     return repulsion - 2 * (z1 * z2).sum(dim=1).mean()
+
+
+def shortened(matrix: np.ndarray, limit: float) -> np.ndarray:
+    """Return a matrix with at most the Frobenius norm ``limit``, apart from rounding: R has at most the mean |z|^2."""
+    norm = np.linalg.norm(matrix.astype(np.float64))
+    return matrix if norm <= 1.01 * limit else matrix * matrix.dtype.type(limit / norm)
 
 
 class FedSC(ProjectorMethod):
@@ -122,8 +129,10 @@ class FedSC(ProjectorMethod):
         return {OWN: np.asarray(layers[SUM] / max(layers[STEPS], np.float32(1))), OWN_ROUND: layers[LAST].copy()}
 
     def aggregate_parts(self, uploaded: Sequence[Layers], broadcast: Layers) -> Layers:
-        mean = np.mean([layers[OWN] for layers in uploaded], axis=0, dtype=np.float64)
-        dtype, last = broadcast[MEAN].dtype, max(float(layers[OWN_ROUND]) for layers in uploaded)
+        """Average the matrices, of which none counts more than that of an honest client: clients are not trusted."""
+        matrices = [shortened(layers[OWN], self.max_square) for layers in uploaded]
+        mean = np.mean(matrices, axis=0, dtype=np.float64)
+        dtype, last = broadcast[MEAN].dtype, median_high(float(layers[OWN_ROUND]) for layers in uploaded)
         return {
             MEAN: mean.astype(dtype),
             CLIENTS: np.array(len(uploaded), dtype),

@@ -13,7 +13,8 @@ Differences from the authors' code:
 - The authors' heads have no batch normalization and their views no color jitter.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -74,6 +75,11 @@ class FedX(ProjectorMethod):
         for network in self.received:
             network._apply(fn, recurse)
         return super()._apply(fn, recurse)
+
+    def all_tensors(self) -> Iterator[Tensor]:
+        yield from super().all_tensors()
+        for network in self.received:
+            yield from chain(network.parameters(), network.buffers())
 
     def start_round(self, *, first: bool) -> None:
         for network, online in zip(self.received, (self.encoder, self.projector), strict=True):

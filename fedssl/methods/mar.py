@@ -90,6 +90,7 @@ class MAR(MAE):
     clients, t the round and T the number of rounds. Round 1 has no global latents and is MAE.
     """
 
+    min_batch_size = 2  # the bandwidth is a mean over pairs
     follows_rounds = True
     uploaded_parts = (LOCAL_LATENTS,)
     broadcast_parts = (LATENTS,)

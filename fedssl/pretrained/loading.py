@@ -153,7 +153,7 @@ def _fit(
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the tensors with the encoder's names, shapes and dtypes, and a description of those that were adapted."""
     tensors: dict[str, Tensor] = {}
-    adapted, misshapen, infinite = [], [], []
+    adapted, misshapen, infinite, integers = [], [], [], []
     values = {name: _widened(checkpoint.tensors[stored].detach()) for name, stored in match.sources.items()}
     if fold_class_position(values, encoder):
         adapted.append("the class token by its position")
@@ -166,6 +166,8 @@ def _fit(
         if fitting.shape != value.shape:
             kind = "positions" if name in POSITIONS else "channels"
             adapted.append(f"{kind} of {name} from {tuple(value.shape)} to {tuple(fitting.shape)}")
+        if expected.is_floating_point() and not value.is_floating_point():
+            integers.append(name)
         tensors[name] = fitting.to(expected.dtype)
         if not torch.isfinite(tensors[name]).all():
             infinite.append(name)
@@ -175,6 +177,7 @@ def _fit(
         "are unexpected": match.unexpected,
         "have other shapes": misshapen,
         "have values that are not finite": infinite,
+        "are integers, as of a quantized network": integers,
     }
     found = [f"{len(names)} {kind} ({_listed(names)})" for kind, names in problems.items() if names]
     if found:

@@ -109,10 +109,9 @@ def _read_torchvision(name: str) -> Checkpoint:
     names = models.list_models(module=models)
     try:
         weights: Any = models.get_weight(name) if "." in name else models.get_model_weights(name)["DEFAULT"]
-    except (ValueError, KeyError) as error:
-        raise InputError(
-            f"encoder.weights=torchvision:{name} is not a model of torchvision{did_you_mean(name, names)}"
-        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        hint = "; an entry has the form ResNet50_Weights.IMAGENET1K_V2" if "." in name else did_you_mean(name, names)
+        raise InputError(f"encoder.weights=torchvision:{name} is not a model of torchvision{hint}") from error
     file = Path(hub.get_dir()) / "checkpoints" / weights.url.rpartition("/")[2]
     if not file.is_file():
         try:
@@ -124,7 +123,10 @@ def _read_torchvision(name: str) -> Checkpoint:
                 f"{file}"
             ) from error
     transforms = weights.transforms()
-    return Checkpoint(tensors=read_checkpoint(file).tensors, mean=tuple(transforms.mean), std=tuple(transforms.std))
+    tensors = read_checkpoint(file).tensors
+    if not hasattr(transforms, "mean"):  # of detection
+        return Checkpoint(tensors=tensors)
+    return Checkpoint(tensors=tensors, mean=tuple(transforms.mean), std=tuple(transforms.std))
 
 
 def _read_hub(repository: str) -> Checkpoint:

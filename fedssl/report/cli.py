@@ -37,7 +37,7 @@ MAX_LISTED = 5  # runs in a message
 
 def main() -> int:
     """Run the command and return its exit status, see `run_command`."""
-    options = _parser().parse_args()
+    options = _parser().parse_intermixed_args()
     return run_command("fedssl-report", lambda: _run(options))
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedssl.command_line import run_command
+from fedssl.config.commands import parse_arguments
 from fedssl.config.literal import user_path
 from fedssl.config.saved_run import resume_command
 from fedssl.errors import InputError, sanitize
@@ -42,7 +43,7 @@ _HEADS = ("strategy", "method", "partition", "alpha", "K")
 
 def main() -> int:
     """Run the command, and return its exit status, see `run_command`."""
-    options = _parser().parse_args()
+    options = _options()
     if options.command == "verify":
         return run_command("fedssl-runs", lambda: verify(options))
     command = {"list": list_runs, "best": best_runs, "show": show_run}[options.command]
@@ -189,7 +190,7 @@ def _json(content: Any) -> str:
     return json.dumps(content, indent=2, default=str)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="fedssl-runs", description="List, rank, show and verify runs.")
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("list", help="all runs, newest first")
@@ -207,4 +208,4 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("folder", metavar="DIR", type=user_path, help="run folder")
     for command in (listing, ranking, showing, verifying):
         command.add_argument("--json", action="store_true", help="for scripts")
-    return parser
+    return parse_arguments(commands.choices, parser)

@@ -261,12 +261,17 @@ def is_locked(folder: Path) -> bool:
 
 
 def acquire_lock(folder: Path) -> TextIO | None:
-    """Lock the folder of a sweep until the returned file is closed or this process ends; None if that fails."""
+    """Lock the folder of a sweep until the returned file is closed or this process ends; None without locks.
+
+    Raise an `InputError` if another process has locked it.
+    """
     try:
         stream = (folder / LOCK_FILE).open("w")
-        return stream if locks.lock(stream.fileno()) else None
-    except OSError:
+        if locks.lock(stream.fileno()):
+            return stream
+    except OSError:  # a file system without locks
         return None
+    raise InputError(f"{folder} is in use by another process; wait for its end, or stop it")
 
 
 def flatten_settings(settings: Mapping[str, Any]) -> dict[str, str]:

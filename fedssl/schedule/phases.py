@@ -16,8 +16,6 @@ from fedssl.config.constraints import check_arguments
 from fedssl.config.settings import ScheduleSettings
 from fedssl.errors import InputError
 
-SHARES = ("uniform", "left_skewed", "right_skewed")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
@@ -77,7 +75,7 @@ def layer_wise(
     with $R_s$ the rounds of phase s (`split_rounds`), and H, P the heads. With ``weight_transfer`` a phase starts with
     $L_s \leftarrow L_{s-1}$ where shapes are equal. ``depth_dropout`` is that of FLL (Guo et al., arXiv 2309.05213).
     """
-    check_arguments("schedule", depth_dropout=depth_dropout)
+    check_arguments("schedule", depth_dropout=depth_dropout, rounds_per_stage=rounds_per_stage)
     return [
         Phase(
             number=s,
@@ -101,6 +99,7 @@ def progressive(
     F_s = L_s \circ \cdots \circ L_1 \qquad \theta_{\text{trained}} = \{ L_1, \dots, L_s, H, P \}
     $$
     """
+    check_arguments("schedule", rounds_per_stage=rounds_per_stage)
     return [
         Phase(number=s, first=first, rounds=n, depth=s, weight_transfer=weight_transfer)
         for s, first, n in _stretches(rounds, depth, rounds_per_stage)
@@ -122,10 +121,6 @@ def split_rounds(rounds: int, stages: int, shares: str | Sequence[int]) -> list[
     with $a_j$ = 1 ("uniform") or j ("left_skewed"). "right_skewed" has the numbers of "left_skewed" in reverse.
     """
     if isinstance(shares, str):
-        if shares not in SHARES:
-            raise InputError(
-                f"schedule.rounds_per_stage={shares} is unknown; choose one of {', '.join(SHARES)} or give a list"
-            )
         if rounds < stages:
             raise InputError(
                 f"rounds={rounds} but the encoder has {stages} stages, each of which needs at least one round; "

@@ -61,12 +61,6 @@ class SecureExchange(WallClockExchange):
         super().__init__(grid, on_activity=on_activity)
         self._settings = settings
 
-    @classmethod
-    def of(cls, grid: Grid, settings: Settings, *, on_activity: ActivityHook) -> "SecureExchange | None":
-        """Return the exchange of a run with secure aggregation, else None."""
-        secure = settings.secure_aggregation
-        return None if secure is None else cls(grid, secure, on_activity=on_activity)
-
     def replies(self, sent: SentRound) -> Iterator[Received]:
         start = sent.starts[GLOBAL].expected_upload
         self._max_weight = max_weight_of(self._settings, sent.aggregators[GLOBAL])
@@ -158,8 +152,7 @@ def with_largest_weight(settings: Settings, strategy: FedSSLStrategy, *, images:
             "secure aggregation weights clients by their numbers of images, at most %d, and reveals the sum of these",
             secure.max_weight,
         )
-    if settings.clients_per_round >= MIN_CLIENTS:
-        log.info(describe_graph(secure, graph_for(secure, settings.clients_per_round)))
+    log.info(describe_graph(secure, graph_for(secure, settings.clients_per_round)))
     return replace(settings, secure_aggregation=secure)
 
 
@@ -199,8 +192,11 @@ def graph_protects_updates(settings: Settings) -> Problem:
             f"security bits, but secure_aggregation.security_bits={secure.security_bits:g}; lower it, or set "
             "secure_aggregation.mask_generator=chacha20"
         )
-    if clients < MIN_CLIENTS:  # refused by the round
-        return None
+    if clients < MIN_CLIENTS:
+        return (
+            f"clients_per_round={clients} but secure aggregation needs at least {MIN_CLIENTS} clients, because each of "
+            "two can compute the update of the other; raise it, or set secure_aggregation=none"
+        )
     if secure.neighbors is not None and secure.neighbors >= clients:
         return (
             f"secure_aggregation.neighbors={secure.neighbors} but {clients} clients per round have {clients - 1} "

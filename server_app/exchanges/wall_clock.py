@@ -48,7 +48,8 @@ class WallClockExchange(ClientMessenger, Exchange):
         replies = replies_of(pairs)
         if policy.min_replies is not None and not policy.uses_late:
             replies = first_replies(replies, policy.min_replies)
-        yield from in_client_order(replies, sent)
+        # With enough replies the others are still awaited, and are used later.
+        yield from in_client_order(replies, sent, is_lost=lambda _: not (policy.uses_late and self.has_enough))
         yield from self.late()
 
     def late(self) -> list[Late]:

@@ -41,10 +41,6 @@ class Calibration(Mod):
 
     def __init__(self, settings: CalibrationSettings, *, context: RunContext, training: LocalTrainer) -> None:
         method, data, seed = context.method, context.settings.data, context.settings.seed
-        if settings.when not in ("start", "end"):
-            raise InputError(
-                f"calibration.when={settings.when} is unknown; set calibration.when=end or calibration.when=start"
-            )
         if method.uses_labels:
             raise InputError(
                 f"calibration trains on images without labels, which {type(method).__name__} cannot; "

@@ -130,3 +130,14 @@ def test_nginx_exposes_only_the_fleet_api():
     assert blocks["/"].split() == ["return", "403;"]
     assert text.count("proxy_pass") == 1
     assert re.findall(r"listen (\S+) ssl;", text) == ["443", "[::]:443"]
+
+
+def test_names_may_have_another_order_and_keys_no_passphrase(made):
+    assert keys(made, "--server", "203.0.113.7", "fed.example.org")[0] == 0
+    status, text = keys(made, "--server", "fed.example.org", "other.org")
+    assert (status, "has other names than fed.example.org, other.org, localhost, 127.0.0.1;" in text) == (1, True)
+    locked = ["openssl", "pkey", "-in", made / "ca.key", "-aes128", "-passout", "pass:abcd", "-out", made / "new"]
+    subprocess.run(locked, check=True)
+    (made / "new").rename(made / "ca.key")
+    status, text = keys(made, "--server", "fed.example.org", "203.0.113.7")
+    assert (status, f"ca.key has a passphrase; remove it with openssl pkey -in {made}/ca.key" in text) == (1, True)

@@ -15,6 +15,7 @@ from fedssl.wire.identity import NodeInfo
 from server_app import nodes
 from server_app.build import build_run
 from server_app.devices import adapt_to_edge_clients
+from server_app.fleet_file import FleetFile
 from server_app.nodes import ClientDirectory, discover_clients
 from simulation.grid import LocalGrid
 from simulation.run import run as simulate
@@ -150,7 +151,7 @@ def test_devices_that_cannot_be_told_apart_are_left_out(others, sentence, places
     assert all(sentence in reason for reason in found.rejected.values())
 
 
-def test_a_registered_name_belongs_to_its_key(places, caplog):
+def test_a_registered_name_belongs_to_its_key(places, tmp_path, caplog):
     """Node 3 calls itself garden, under which the key of node 2 is registered; node 4 has a key without a name."""
     names = ("anything", "garden", "shed")
     grid = Devices(*(context(data_path=place, client_name=name) for place, name in zip(places, names, strict=True)))
@@ -159,6 +160,9 @@ def test_a_registered_name_belongs_to_its_key(places, caplog):
     assert found.nodes == {0: 2, 1: 4}
     assert found.rejected == {3: "has the name garden, under which the key of node 2 is registered"}
     assert "node 3 garden does not take part: it has the name garden, under which" in caplog.text
+    FleetFile(tmp_path).register(found)
+    listed = json.loads((tmp_path / "fleet.json").read_text())
+    assert {name: each["node"] for name, each in listed["devices"].items()} == {"garden": 2, "shed": 4}
 
 
 @pytest.mark.parametrize(

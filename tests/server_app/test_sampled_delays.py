@@ -11,8 +11,7 @@ from fedssl.seeding import numpy_generator
 from server_app.exchanges.virtual_time import sample_delay
 from simulation.run import run
 from tests.federation import Federation
-from tests.resuming import repeat_from
-from tests.runs import model_bits, read_lines
+from tests.runs import read_lines
 
 OVERRIDES = ["num_clients=6", "clients_per_round=4", "rounds=6", "local_epochs=1", "dataset.limit=90"]
 OVERRIDES += ["encoder.width=2"]
@@ -63,18 +62,6 @@ def test_delays_are_log_normal_with_a_part_per_client() -> None:
     assert logs.var() == pytest.approx(0.64, abs=0.05)
     assert np.cov(logs.T)[0, 1] == pytest.approx(0.32, abs=0.05)
     assert delay(5, 1, sigma=0.0, seed=0) == 1
-
-
-def test_a_resumed_run_has_equal_bits_and_messages(folder: Path) -> None:
-    copy = repeat_from(3, folder, "keep_checkpoints=9")
-    assert model_bits(copy) == model_bits(folder)
-    assert participations(copy) == participations(folder)
-
-
-@pytest.mark.heavy
-def test_ray_gives_the_same_bits(folder: Path, tmp_path: Path) -> None:
-    run([*BUFFERED, "engine=ray", f"output_dir={tmp_path / 'run'}"])
-    assert model_bits(tmp_path / "run") == model_bits(folder)
 
 
 def test_over_selection_uses_the_clients_with_the_shortest_delays(tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ def test_buffered_rounds_take_what_is_there_and_late_updates_later():
         ages.update((row.client, row.staleness) for row in report.clients)
         for row in report.clients:  # a late client has what it stored in the round that it trained in
             assert run.state.last_participation[row.client] == (report.round - row.staleness, GLOBAL)
-        assert not report.dropped or set(report.dropped) == {2}
+        assert not report.dropped  # a late client is at work
     assert {client for client, _ in ages} == {0, 1, 2}
     assert all(age == 0 for client, age in ages if client != 2)
     late = [age for client, age in ages if client == 2]

@@ -54,6 +54,7 @@ def test_invalid_settings_are_rejected_before_submission(overrides, sentence, tm
             "secure_aggregation.max_weight=null but the weight of a device, its number of images, is masked; set secu",
         ),
         (["strategy=gossip"], "strategy=gossip is for simulations"),
+        (["strategy=fednova", "strategy.weighting=uniform"], "scale the update of all; set aggregation.max_examples"),
         (["evaluate_personalized=true"], "evaluate_personalized and unseen_clients are for simulations"),
         (["method=supervised", "dataset.num_classes=10"], "Supervised needs labels, and edge clients share"),
         (["dataset=digits", "schedule=layer_wise", "rounds=4", "calibration=auxiliary"], "stay on the devices"),
@@ -72,6 +73,8 @@ def test_conflicts_are_rejected_before_submission(overrides, sentence):
         ["secure_aggregation=secagg_plus", "strategy.weighting=uniform"],
         ["privacy=central", "strategy.weighting=uniform", "encoder.norm=group", "method.projector.batch_norm=false"],
         ["strategy=featarc", "dataset=cifar10", "dataset.path=/only/on/the/server"],
+        ["strategy=fednova", "strategy.weighting=uniform", "aggregation.max_examples=1000"],
+        ["calibration=auxiliary", "+dataset@calibration.dataset=folder", "calibration.dataset.path=/only/there"],
     ],
 )
 def test_valid_settings_for_devices_are_accepted(overrides, monkeypatch):

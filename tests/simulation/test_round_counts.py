@@ -106,6 +106,10 @@ def test_bytes_of_parts_are_those_of_whole_models(planned, tmp_path):
         "bytes are those of whole models: strategy=euc sends fewer layers, selected by weights"
     ]
     assert not count_notes(build([*QUICK, "strategy=euc", "strategy.interval=1"], tmp_path))
+    (note,) = count_notes(build([*QUICK, "client_state.max_bytes=1000"], tmp_path))
+    assert note == "bytes are those of clients with all states: client_state.max_bytes deletes some"
+    (note,) = count_notes(build([*QUICK, "dataset.mean=federated"], tmp_path))
+    assert note == "bytes are without the numbers of dataset.mean=federated, which are sent with each plan"
 
 
 def test_a_run_that_would_end_is_refused(tmp_path):

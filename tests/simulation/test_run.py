@@ -2,6 +2,9 @@
 
 import pwd
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import simulation.run
 from client_app import worker
 from fedssl.config import load
 from fedssl.errors import InputError
+from server_app.callbacks.summary import Summary
 from simulation import grid, ray_grid
 from simulation.ray_session import RayNotStartedError
 from simulation.resources import EngineChoice
@@ -128,3 +132,39 @@ def test_a_new_process_checks_what_clients_exchange(tmp_path, monkeypatch, nothi
     with pytest.raises(InputError, match="aggregation.buffered=true needs clients that all send and receive the whole"):
         run([*overrides, f"output_dir={tmp_path / 'run'}"])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_with_relative_paths_resumes_in_another_folder(tmp_path, monkeypatch):
+    for name, lines in (("here", "0\n1\n2\n" * 20), ("there", "0\n" * 60)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "p.csv").write_text(f"client\n{lines}")
+    monkeypatch.chdir(tmp_path / "here")
+    run([*QUICK, "rounds=1", "partition=file", "partition.file=p.csv", "engine=local", "output_dir=run"])
+    monkeypatch.chdir(tmp_path / "there")
+    run([f"resume={tmp_path / 'here' / 'run'}", "rounds=2"])
+    folder = tmp_path / "here" / "run"
+    assert OmegaConf.load(folder / "config.yaml").partition.file == str(tmp_path / "here" / "p.csv")
+    assert read_summary(folder)["rounds"] == 2
+
+
+def test_a_finished_run_is_never_removed(tmp_path, monkeypatch):
+    """The file of its rounds cannot be read at its end."""
+    original = Summary.on_run_end
+
+    def damage(self, end):
+        with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+            file.write("x\n")
+        original(self, end)
+
+    monkeypatch.setattr(Summary, "on_run_end", damage)
+    with pytest.raises(InputError, match="metrics.jsonl"):
+        run([*QUICK, "rounds=1", "engine=local", f"output_dir={tmp_path / 'run'}"])
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_closed_output_does_not_end_a_run(tmp_path):
+    words = [*QUICK, "rounds=1", f"output_dir={tmp_path / 'run'}"]
+    with Path("/dev/full").open("w") as full:
+        code = "from fedssl.command_line import fedssl; fedssl()"
+        subprocess.run([sys.executable, "-c", code, *words], stdout=full, check=True)
+    assert read_summary(tmp_path / "run")["status"] == "finished"

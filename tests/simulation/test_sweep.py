@@ -25,6 +25,7 @@ from simulation.sweep import (
     remove_incomplete,
     run_job,
     run_jobs,
+    sweep_lock,
     waiting_jobs,
 )
 from simulation.sweep_progress import SweepProgress
@@ -45,6 +46,13 @@ class TestFolder:
         plan_jobs(tmp_path / "sweep", ["seed=0,1"])
         with pytest.raises(InputError, match="has a sweep; resume it with resume="):
             new_sweep_folder(overrides)
+
+    def test_sweeps_of_the_same_second_have_different_folders(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        folders = [new_sweep_folder(["seed=0,1"]) for _ in range(10)]
+        assert len({*folders}) == 10
+        with sweep_lock(folders[0]), pytest.raises(InputError, match="is in use by another process"):
+            acquire_lock(folders[0])
 
     def test_only_a_sweep_can_be_resumed_as_one(self, tmp_path):
         assert folder_to_resume(["seed=0,1"]) is None

@@ -185,6 +185,8 @@ def test_a_file_that_is_none(tmp_path):
         make_graph("file", 4)
     with pytest.raises(InputError, match=r"strategy.file=/nowhere does not exist"):
         make_graph("file", 4, file="/nowhere")
+    (tmp_path / "edges").write_text("0 1\r\n1 2\r\n2 3\r\n", encoding="utf-8-sig")
+    assert make_graph("file", 4, file=tmp_path / "edges").number_of_edges() == 3
     (tmp_path / "edges").write_bytes(b"\xff\x00")
     with pytest.raises(InputError, match="is not UTF-8 text"):
         make_graph("file", 4, file=tmp_path / "edges")

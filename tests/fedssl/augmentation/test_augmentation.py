@@ -195,6 +195,18 @@ def test_global_views_come_first_and_sizes_are_fractions():
     assert not torch.equal(views[2].images, views[3].images)
 
 
+def test_a_disabled_recipe_changes_nothing():
+    off = {"count": 0, "size": 0.1, "rotation": 10, "hue": 0.5, "mask": {"kind": "random", "patch": 16}}
+    images = random_images(3, 1, 16, 16)
+    with_it, without = (
+        Augmentation(size=16, mean=[0.5], std=[0.5], views=views) for views in ([off, {"count": 2}], [{"count": 2}])
+    )
+    own, other = generator(), generator()
+    for _ in range(2):
+        for view, expected in zip(with_it(images, own), without(images, other), strict=True):
+            assert torch.equal(view.images, expected.images)
+
+
 # Settings.
 
 

@@ -157,3 +157,11 @@ def test_every_command_reads_a_folder_with_any_name(command, monkeypatch, tmp_pa
     assert str(tmp_path) not in card
     assert {path.name for path in home.iterdir()} == {"images", "run", "second", "card", "both"}
     assert [path.name for path in tmp_path.iterdir()] == [ODD]
+
+
+def test_masks_are_a_folder_or_a_column(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for masks, expected in (("folder", str(tmp_path / "folder")), ("column", "column")):
+        config = compose(["final_evaluation=segmentation", f"final_evaluation.masks={masks}"]).recording.config
+        assert config.final_evaluation.masks == expected

@@ -204,6 +204,12 @@ class TestResume:
         with pytest.raises(InputError, match=r"was run with dataset.path=\S*/\.\./images \(now"):
             load_settings([f"resume={tmp_path}", "dataset.path=images"])
 
+    def test_replaces_an_evaluation_with_data_sets_of_its_own(self, tmp_path):
+        own = ["final_evaluation=transfer", "+dataset@final_evaluation.datasets.a=digits"]
+        save_run(compose(own).recording, tmp_path)
+        final = load_settings([f"resume={tmp_path}", "final_evaluation=knn"]).evaluation.final_protocol
+        assert final.target == "fedssl.evaluation.knn.KNN"
+
     def test_refuses_other_settings(self, folder):
         with pytest.raises(InputError, match=r"was run with seed=0 \(now 1\)"):
             load_settings([f"resume={folder}", "seed=1"])

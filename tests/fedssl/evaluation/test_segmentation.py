@@ -239,6 +239,12 @@ def test_every_image_has_its_own_mask(tmp_path: Path):
     (folder / "train" / "1.png").unlink()
     with pytest.raises(InputError, match=r"no mask for 1 of 2 images .*1.png\); give each mask the name of its image"):
         read_masks(subject.train, str(folder))
+    (folder / "train" / "0.jpg").write_bytes(b"a preview")
+    (folder / "train" / "1.png").write_bytes((folder / "train" / "0.png").read_bytes())
+    assert read_masks(subject.train, str(folder)).shape[0] == 2
+    (folder / "train" / "1.tif").write_bytes((folder / "train" / "1.png").read_bytes())
+    with pytest.raises(InputError, match=r"1.png, .*1.tif are masks of one image; keep one, or merge them"):
+        read_masks(subject.train, str(folder))
     # In a folder without subfolders, the masks of training and test images would be the same.
     (tmp_path / "flat").mkdir()
     (folder / "train" / "0.png").rename(tmp_path / "flat" / "0.png")

@@ -29,6 +29,7 @@ NAN = float("nan")
         ([[4], [], [0, 4], None], [[0, 1], [0, 0], [1, 1], [NAN, NAN]], ["0", "4"]),
         ([["cat"], [" dog", "cat"], []], [[1, 0], [1, 1], [0, 0]], ["cat", "dog"]),
         (["Mass|Nodule", "Mass", "", None], [[1, 1], [1, 0], [0, 0], [NAN, NAN]], ["Mass", "Nodule"]),
+        (["cat", "dog", " "], [[1, 0], [0, 1], [NAN, NAN]], ["cat", "dog"]),  # as a part of a file with cat|dog
         (list(np.array([[0, 1], [1, 1]], dtype=np.uint8)), [[0, 1], [1, 1]], ["x_0", "x_1"]),
     ],
 )
@@ -51,7 +52,8 @@ def test_numbers_have_many_forms():
     [
         (as_labels, [0, 1, 2], "value 2, but labels are 0, 1, or null .* evaluation=regression"),
         (as_labels, [0, 0.5], "value 0.5"),
-        (as_labels, ["cat", "dog"], "value 'cat', but targets are numbers"),
+        (as_labels, ["1", "0", "x"], "value 'x', but targets are numbers"),
+        (as_numbers, ["cat", "dog"], "value 'cat', but targets are numbers"),
         (as_labels, [["a"], [1, 2, 3]], "lists of other things"),
         (as_numbers, ["1,5"], "value '1,5'"),
         (as_numbers, [[1, 2], [1, 2, 3]], "3 and 2 targets per image"),
@@ -155,7 +157,7 @@ def test_blank_cells_mean_no_label_in_every_csv_file(tmp_path: Path, none: str):
         ("file,x\ntrain/a.png,1\n", ["z"], r"has no column z after the first; it has \['x'\]"),
         ("file\ntrain/a.png\n", None, "has no column"),
         ("", None, "has no column"),
-        ("file,x\ntrain/a.png,1,5\n", None, "t.csv, line 2, has 3 values for the 2 columns file,x"),
+        ("file,x\n\n\ntrain/a.png,1,5\n", None, "t.csv, line 4, has 3 values for the 2 columns file,x"),
         ('file,x\n"train/a.png,1\n' + "x" * 2**18, None, "is not a CSV file"),
         ("file,x\ntrain/a.png,inf\ntest/a.png,1\n", None, "x have 1 infinite values"),
     ],
@@ -169,7 +171,8 @@ def test_other_csv_files_are_refused(tmp_path: Path, text: str, columns, message
 def test_arrays_of_labels_are_those_of_the_split(tmp_path: Path):
     """ChestMNIST's form: ``(n, 14)`` labels beside the images, in an order that ``limit`` selects from."""
     images = np.arange(10 * 16, dtype=np.uint8).reshape(10, 4, 4)
-    labels = np.array([[number % 2, number > 4] for number in range(10)], dtype=np.uint8)
+    labels = np.array([[number % 2, number > 4] for number in range(10)], dtype=np.float32)
+    labels[9, 0] = NAN
     arrays = {"train_images": images, "train_labels": labels, "test_images": images[:3], "test_labels": labels[7:]}
     np.savez(tmp_path / "chest.npz", **arrays)
     data = settings_of(

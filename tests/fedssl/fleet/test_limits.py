@@ -33,3 +33,9 @@ def test_limits_that_are_none(text, sentence, tmp_path):
     (tmp_path / "limits.yaml").write_text(text)
     with pytest.raises(InputError, match=sentence):
         read_limits(tmp_path / "limits.yaml")
+
+
+@pytest.mark.parametrize("text", ["", "# epochs: 3\n"])
+def test_a_file_of_comments_sets_no_limit(text, tmp_path):
+    (tmp_path / "limits.yaml").write_text(text)
+    assert read_limits(tmp_path / "limits.yaml") == Limits()

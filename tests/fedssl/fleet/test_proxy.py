@@ -81,6 +81,7 @@ def test_a_failing_proxy_is_named_without_its_password(arguments, proxy, environ
     ("variables", "sentence"),
     [
         ({"ALL_PROXY": "socks5://me:pass@p:1080"}, "^ALL_PROXY=socks5://p:1080 needs the package socksio, .* or unset"),
+        ({"ALL_PROXY": "SOCKS5://p:1080"}, "^ALL_PROXY=SOCKS5://p:1080 needs the package socksio"),
         (
             {"all_proxy": "socks://p:1080"},
             "^all_proxy=socks://p:1080 is not a proxy that Flower can use; set all_proxy",

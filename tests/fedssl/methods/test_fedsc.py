@@ -6,7 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from fedssl.methods.fedsc import CLIENTS, MEAN, MEAN_ROUND, OWN, SUM, FedSC, clip_norm, correlation, spectral_loss
+from fedssl.methods.fedsc import (
+    CLIENTS,
+    MEAN,
+    MEAN_ROUND,
+    OWN,
+    OWN_ROUND,
+    SUM,
+    FedSC,
+    clip_norm,
+    correlation,
+    shortened,
+    spectral_loss,
+)
 from fedssl.views import Views
 from tests.federation import Federation
 from tests.fedssl.methods.made import HEAD, encoder, views
@@ -61,6 +73,20 @@ def test_clients_subtract_their_own_matrix(tmp_path):
     method.start_round(first=False)
     np.testing.assert_allclose(method._others.numpy(), (own[1] + own[2]) / 2, rtol=1e-5, atol=1e-6)
     assert method._alpha.item() == pytest.approx(0.6)  # halfway from 1 to 0.2
+
+
+def test_a_false_matrix_counts_as_that_of_a_client(tmp_path):
+    """Honest matrices keep every bit; one of 1e5 I has at most the norm 1 of the others, and a false round none."""
+    method = Federation(tmp_path, *SMALL, "num_clients=3").method
+    dim = len(method.get_buffer(OWN))
+    honest = [np.diag(np.eye(dim, dtype=np.float32)[number]) for number in (0, 1)]
+    sent = [{OWN: one, OWN_ROUND: np.array(4, np.float32)} for one in honest]
+    sent += [{OWN: 1e5 * np.eye(dim, dtype=np.float32), OWN_ROUND: np.array(1e9, np.float32)}]
+    merged = method.aggregate_parts(sent, {MEAN: np.zeros((dim, dim), np.float32)})
+    expected = (honest[0] + honest[1] + np.eye(dim) * method.max_square / np.sqrt(dim)) / 3
+    np.testing.assert_allclose(merged[MEAN], expected, rtol=1e-6)
+    assert merged[MEAN_ROUND] == 4
+    assert shortened(honest[0], method.max_square) is honest[0]
 
 
 @pytest.mark.parametrize(

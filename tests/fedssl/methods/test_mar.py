@@ -107,6 +107,14 @@ def test_the_loss_adds_the_discrepancy_of_pooled_latents():
     assert not method.local_latents[5:].any()
 
 
+def test_a_client_with_one_image_never_trains(tmp_path, caplog):
+    """The bandwidth of a single latent is a division by zero."""
+    federation = Federation(tmp_path, *overrides_of("mar"), "num_clients=3", "dataset.limit=5", "partition=iid")
+    federation.run(2)
+    assert len(federation.updates) == 2 * 2
+    assert all(np.isfinite(layer).all() for layer in federation.layers.values())
+
+
 def test_clients_receive_the_mean_latents_of_the_last_round(tmp_path):
     federation = Federation(tmp_path, *overrides_of("mar"), "num_clients=3", "method.num_latents=8")
     plain = Federation(tmp_path / "mae", *overrides_of("mae"), "num_clients=3")

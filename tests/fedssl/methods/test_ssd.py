@@ -99,18 +99,3 @@ def test_the_server_has_no_dimensions_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(SSD, "loss", lambda method, views: scales.append(method.scales.clone()) or old(method, views))
     Federation(tmp_path, "method=ssd", "strategy=fedavg", "method.hidden_dim=8", "calibration=auxiliary").run(1)
     assert {(each == 1).all().item() for each in scales} == {True, False}
-
-
-def test_without_its_terms_it_is_alignment_and_uniformity(tmp_path):
-    off = ["method.hidden_dim=8", "method.separation_weight=0", "method.distillation_weight=0"]
-    ssd = Federation(tmp_path / "ssd", "method=ssd", "strategy=fedavg", *off)
-    layers = ssd.run(2)
-    plain = Federation(
-        tmp_path / "plain",
-        "method=fed_align_uniform",
-        "strategy=fedavg",
-        "method.projector.hidden_dim=8",
-        f"method.projector.out_dim={ssd.method.encoder.feature_dim}",
-    ).run(2)
-    for name, layer in plain.items():
-        np.testing.assert_allclose(layers[name], layer, rtol=1e-5, atol=1e-6)

@@ -77,6 +77,10 @@ def test_a_page_runs_its_own_script_alone_and_requests_nothing(own: Path):
         ("/home/me/photos", "…/photos"),
         ("fedssl dataset.path=/home/me/photos/ lr=1", "fedssl dataset.path=…/photos/ lr=1"),
         ("'note=\"/home/a b\"' [/x/y,/z]", "'note=\"…/a b\"' […/y,…/z]"),
+        (
+            "fedssl 'dataset.path=/home/Jane Doe/my photos' '/a b/c d.csv'",
+            "fedssl 'dataset.path=…/my photos' '…/c d.csv'",
+        ),
         ("/srv/runs/a/0: /srv/runs/a is not /srv/runs2/b", "a/0: a is not …/b"),
         ("/mnt/srv/runs/a", "…/a"),
         ("'hydra.searchpath=[\"file:///home/me/conf\"]'", "'hydra.searchpath=[\"file://…/conf\"]'"),

@@ -84,6 +84,10 @@ def weights_of(**changes) -> dict:
             weights_of(**{"blocks.0.1.bias": torch.full((4,), torch.nan)}),
             "1 have values that are not finite (blocks.0.1",
         ),
+        (
+            weights_of(**{"blocks.0.1.bias": torch.full((4,), 3, dtype=torch.int8)}),
+            "1 are integers, as of a quantized network (blocks.0.1",
+        ),
     ],
 )
 def test_weights_of_another_encoder(content, message, tmp_path):

@@ -9,6 +9,7 @@ import timm
 import torch
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from safetensors.torch import save_file
+from torchvision import models
 
 from fedssl.encoders import conv_small
 from fedssl.errors import InputError
@@ -123,13 +124,25 @@ def test_a_repository_without_safetensors(hub, monkeypatch):
         ("timm:test_vit.other", "is not a model of timm .*did you mean test_vit"),
         ("timm:test_vit4", "has no weights on the Hugging Face Hub"),
         ("torchvision:resnet19", "is not a model of torchvision.*did you mean"),
-        ("torchvision:ResNet18_Weights.V9", "is not a model of torchvision"),
+        ("torchvision:ResNet18_Weights.V9", "is not a model of torchvision; an entry has the form ResNet50_W"),
+        ("torchvision:resnet50.IMAGENET1K_V2", "is not a model of torchvision; an entry has the form ResNet50_W"),
         ("hf:a/b/c", "cannot be downloaded"),
     ],
 )
 def test_unknown_models(hub, source, message):
     with pytest.raises(InputError, match=message):
         read_source(source)
+
+
+def test_weights_of_detection_have_no_statistics(hub, tmp_path, monkeypatch):
+    weights = models.get_model_weights("fasterrcnn_resnet50_fpn")["DEFAULT"]
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    (tmp_path / "checkpoints").mkdir()
+    torch.save(
+        {"backbone.body.conv1.weight": torch.zeros(1)}, tmp_path / "checkpoints" / weights.url.rpartition("/")[2]
+    )
+    checkpoint = read_source("torchvision:fasterrcnn_resnet50_fpn")
+    assert (list(checkpoint.tensors), checkpoint.mean, checkpoint.std) == (["backbone.body.conv1.weight"], None, None)
 
 
 def test_readers_and_documented_prefixes_agree():

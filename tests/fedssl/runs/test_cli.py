@@ -135,6 +135,12 @@ def test_a_value_may_have_a_comma(tmp_path, command):
         assert len(json.loads(command("list", typed, tmp_path, "--json")[1])["runs"]) == 1
 
 
+def test_arguments_may_follow_options(runs, command):
+    listed = json.loads(command("list", runs, "--json", "method=byol")[1])["runs"]
+    assert [run["status"] for run in listed] == ["finished"]
+    assert len(json.loads(command("best", "--json", "knn", runs, "method=byol")[1])["ranked"]) == 1
+
+
 def test_best_takes_seeds_for_one(runs, command):
     _, out, _ = command("best", "knn", runs)
     # 0.5 of seed 0, which ran twice and counts once, and 0.75: mean 0.625, sample deviation 0.25 / sqrt(2) = 0.17678.

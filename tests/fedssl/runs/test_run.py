@@ -4,6 +4,9 @@ import fcntl
 from pathlib import Path
 from typing import TextIO
 
+import pytest
+
+from fedssl.errors import InputError
 from fedssl.runs.run import acquire_lock, is_locked, run_folders
 
 
@@ -17,7 +20,8 @@ def test_a_folder_is_held_until_its_holder_lets_go(tmp_path: Path):
     assert not is_locked(tmp_path)
     lock = acquire_lock(tmp_path)
     assert is_locked(tmp_path)
-    assert acquire_lock(tmp_path) is None
+    with pytest.raises(InputError, match="is in use by another process; wait for its end, or stop it"):
+        acquire_lock(tmp_path)
     lock.close()
     assert not is_locked(tmp_path)
     assert acquire_lock(tmp_path / "missing") is None

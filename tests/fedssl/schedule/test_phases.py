@@ -38,7 +38,8 @@ def test_every_round_belongs_to_one_stage(shares):
     ("call", "message"),
     [
         (lambda: split_rounds(3, 4, "uniform"), "rounds=3 but the encoder has 4 stages"),
-        (lambda: split_rounds(8, 4, "even"), "rounds_per_stage=even is unknown"),
+        (lambda: layer_wise(rounds=8, depth=4, rounds_per_stage="even"), "schedule.rounds_per_stage=even must be"),
+        (lambda: progressive(rounds=8, depth=4, rounds_per_stage="even"), "schedule.rounds_per_stage=even must be"),
         (lambda: split_rounds(8, 4, [2, 2, 2, 1]), r"rounds_per_stage=\[2, 2, 2, 1\] must be 4 integers"),
         (lambda: split_rounds(8, 4, [4, 4]), "must be 4 integers"),
         (lambda: split_rounds(8, 3, [8, 0, 0]), "of at least 1"),
