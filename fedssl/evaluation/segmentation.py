@@ -129,7 +129,7 @@ def _mask_files(folder: Path, images: Sequence[str]) -> list[Path]:
         )
     several = next((same for same in of_image.values() if len(same) > 1 and same[0] in found), None)
     if several:
-        raise InputError(f"{shortened(map(str, several))} are masks of one image; keep one, or merge them")
+        raise InputError(f"{shortened(map(str, several))} are masks of one image; merge them into one")
     repeated = [str(mask) for mask, number in Counter(found).items() if number > 1]
     if repeated:
         raise InputError(f"several images have the masks {shortened(repeated)}; use subfolders as theirs")

@@ -243,7 +243,7 @@ def test_every_image_has_its_own_mask(tmp_path: Path):
     (folder / "train" / "1.png").write_bytes((folder / "train" / "0.png").read_bytes())
     assert read_masks(subject.train, str(folder)).shape[0] == 2
     (folder / "train" / "1.tif").write_bytes((folder / "train" / "1.png").read_bytes())
-    with pytest.raises(InputError, match=r"1.png, .*1.tif are masks of one image; keep one, or merge them"):
+    with pytest.raises(InputError, match=r"1.png, .*1.tif are masks of one image; merge them into one"):
         read_masks(subject.train, str(folder))
     # In a folder without subfolders, the masks of training and test images would be the same.
     (tmp_path / "flat").mkdir()

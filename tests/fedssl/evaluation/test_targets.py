@@ -29,7 +29,7 @@ NAN = float("nan")
         ([[4], [], [0, 4], None], [[0, 1], [0, 0], [1, 1], [NAN, NAN]], ["0", "4"]),
         ([["cat"], [" dog", "cat"], []], [[1, 0], [1, 1], [0, 0]], ["cat", "dog"]),
         (["Mass|Nodule", "Mass", "", None], [[1, 1], [1, 0], [0, 0], [NAN, NAN]], ["Mass", "Nodule"]),
-        (["cat", "dog", " "], [[1, 0], [0, 1], [NAN, NAN]], ["cat", "dog"]),  # as a part of a file with cat|dog
+        (["cat", "dog", ""], [[1, 0], [0, 1], [0, 0]], ["cat", "dog"]),  # as a part of a file with cat|dog
         (list(np.array([[0, 1], [1, 1]], dtype=np.uint8)), [[0, 1], [1, 1]], ["x_0", "x_1"]),
     ],
 )
