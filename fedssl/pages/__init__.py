@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 ENDING = ".html.j2"
 _START = r"(?:^|(?<=[\s='\":(\[{,])|(?<=file://)|(?<=:///))"  # of a path in a text, or in a URL of a local file
 _QUOTED = re.compile(r"((?:^|(?<=\s))'(?:[\w.@+-]+=)?)/[^'\n]*/([^'\n]*')")  # a setting of a command, with spaces
+_WHOLE = re.compile(r"/[^\n'\":;,()]*/([^/\s]+/?)")  # a text that is a path, with spaces
 _PARENTS = re.compile(_START + r"/(?:[^/\s'\"=:;,()\[\]{}<>]+/)*(?=[^/\s])")
 
 
@@ -71,6 +72,8 @@ def hide_paths(text: str, *, root: Path | None = None) -> str:
     """Shorten absolute paths in a text to ``…/NAME``, those below ``root`` to the path from there."""
     if root is not None:
         text = re.sub(f"{_START}{re.escape(str(root))}/", "", text)
+    if whole := _WHOLE.fullmatch(text):
+        return f"…/{whole[1]}"
     return _PARENTS.sub("…/", _QUOTED.sub(r"\1…/\2", text))
 
 

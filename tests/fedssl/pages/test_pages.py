@@ -75,6 +75,8 @@ def test_a_page_runs_its_own_script_alone_and_requests_nothing(own: Path):
     ("text", "shown"),
     [
         ("/home/me/photos", "…/photos"),
+        ("/home/Jane Doe/my data/photos", "…/photos"),
+        ("/home/me/x.png cannot be read", "…/x.png cannot be read"),
         ("fedssl dataset.path=/home/me/photos/ lr=1", "fedssl dataset.path=…/photos/ lr=1"),
         ("'note=\"/home/a b\"' [/x/y,/z]", "'note=\"…/a b\"' […/y,…/z]"),
         (
