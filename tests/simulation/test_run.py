@@ -160,6 +160,9 @@ def test_a_finished_run_is_never_removed(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="metrics.jsonl"):
         run([*QUICK, "rounds=1", "engine=local", f"output_dir={tmp_path / 'run'}"])
     assert (tmp_path / "run" / "metrics.jsonl").exists()
+    for file in (tmp_path / "run" / "checkpoints").iterdir():  # as between two checkpoints
+        file.unlink()
+    assert not simulation.run._is_removable(tmp_path / "run", rejected=True)
 
 
 def test_a_closed_output_does_not_end_a_run(tmp_path):
