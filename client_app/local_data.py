@@ -37,8 +37,8 @@ class ClientRound:
 class LocalDataSample:
     """Local images of a client. Every call draws the same sample.
 
-    ``images`` and their ``labels``, ``(n,)``, are those of the whole data set, of which the client has the ``indices``,
-    ``(m,)``. An exception that ``on_step_start``, called before every batch, raises aborts the comparison.
+    ``images`` and ``labels``, int64 ``(n,)``, are those of the whole data set, and ``indices``, int64 ``(m,)``, those
+    of the client. ``on_step_start`` is called before every batch; its exception aborts the comparison.
     """
 
     def __init__(

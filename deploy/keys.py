@@ -21,6 +21,7 @@ import datetime
 import ipaddress
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,7 +92,8 @@ def _key(file: Path, messages: list[str], *, ssh: bool = False) -> EllipticCurve
     try:
         key = (load_ssh_private_key if ssh else load_pem_private_key)(file.read_bytes(), password=None)
     except TypeError as error:
-        command = f"ssh-keygen -p -N '' -f {file}" if ssh else f"openssl pkey -in {file} -out NEW, and use NEW"
+        path = shlex.quote(str(file))
+        command = f"ssh-keygen -p -N '' -f {path}" if ssh else f"openssl pkey -in {path} -out NEW, and use NEW"
         raise ValueError(f"{file} has a passphrase; remove it with {command}") from error
     if not isinstance(key, EllipticCurvePrivateKey):
         raise ValueError(f"{file} is not an elliptic-curve key; move it away")

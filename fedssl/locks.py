@@ -3,20 +3,21 @@
 import fcntl
 import time
 
-_PROBE_SECONDS = 0.05
+PROBE_SECONDS = 0.05  # patience with probes
 
 
-def lock(descriptor: int, *, wait: bool = False) -> bool:
+def lock(descriptor: int, *, wait: bool = False, patience: float = 0.0) -> bool:
     """Lock an open file; return False if another process has locked it, unless it is to ``wait``.
 
-    A probe of `is_locked` takes an instant. Raise an `OSError` on a file system without locks.
+    With ``patience`` try again after so many seconds, because a probe of `is_locked` holds the lock for an instant.
+    Raise an `OSError` on a file system without locks.
     """
     from filelock import lock_descriptor  # here: slow import
 
     if lock_descriptor(descriptor, blocking=wait):
         return True
-    time.sleep(_PROBE_SECONDS)
-    return lock_descriptor(descriptor, blocking=False)
+    time.sleep(patience)
+    return patience > 0 and lock_descriptor(descriptor, blocking=False)
 
 
 def is_locked(descriptor: int) -> bool:

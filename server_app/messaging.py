@@ -41,11 +41,12 @@ class ClientMessenger:
         """Return the nodes with a message of an earlier exchange without a reply."""
         return {message.metadata.dst_node_id for message in self.pending.values()}
 
-    def expire(self, *, older_than: float) -> None:
-        """Stop waiting for replies to messages that are more than ``older_than`` seconds old."""
-        oldest = time.monotonic() - older_than
+    def expire(self, *, older_than: float) -> set[int]:
+        """Stop waiting for replies to messages more than ``older_than`` seconds old, and return their nodes."""
+        oldest, before = time.monotonic() - older_than, self.pending_nodes()
         self.pending = {id: message for id, message in self.pending.items() if self._sent_at[id] > oldest}
         self._sent_at = {id: self._sent_at[id] for id in self.pending}
+        return before - self.pending_nodes()
 
     def send_and_receive(
         self,

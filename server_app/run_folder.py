@@ -13,7 +13,7 @@ from fedssl.config.load import DEVICE_NUMBERS_FILE, IMAGES_FILE
 from fedssl.config.saved_run import BASE_FOLDER, INITIAL_ENCODER_FILE, read_settings, resume_command, save_run
 from fedssl.config.settings import RecordingSettings
 from fedssl.errors import InputError
-from fedssl.locks import lock
+from fedssl.locks import PROBE_SECONDS, lock
 from fedssl.logs import log
 from fedssl.plots.partition import partition_table
 from fedssl.runs.manifest import JSONL_FILES, LineFile, Manifest, read_manifest, remove_later_versions, write_manifest
@@ -86,7 +86,7 @@ class RunFolder:
         """Lock the folder for this process; raises `InputError` if another one uses it. Ends with the process."""
         with (self.path / LOCK_FILE).open("w") as stream:
             try:
-                is_free = lock(stream.fileno())
+                is_free = lock(stream.fileno(), patience=PROBE_SECONDS)
             except OSError as error:  # a file system without locks
                 raise InputError(
                     f"{self.path} cannot be locked ({error.strerror}); set output_dir to a folder on another disk"

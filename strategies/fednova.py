@@ -72,7 +72,7 @@ class NormalizedSum:
 
 
 class FedNovaServer(ServerStrategy):
-    """Server side of FedNova. It knows the number of a client's steps by that of its images."""
+    """Server side of FedNova. It computes the number of a client's steps from that of its images."""
 
     def __init__(self, *, weighting: str) -> None:
         check_arguments("strategy", weighting=weighting)
@@ -83,7 +83,9 @@ class FedNovaServer(ServerStrategy):
     def problem(self, context: RunContext) -> Problem:
         if not context.settings.training.epochs:
             return "strategy=fednova divides by the number of local steps; set local_epochs=1 or more"
-        if context.is_deployment and self._weighting == "uniform" and context.settings.aggregation.max_examples is None:
+        settings = context.settings
+        is_new = context.is_deployment and settings.recording.resumed is None
+        if is_new and self._weighting == "uniform" and settings.aggregation.max_examples is None:
             return (
                 "strategy.weighting=uniform of fednova lets a client with a false number of images scale the update of "
                 "all; set aggregation.max_examples, or strategy.weighting=examples"

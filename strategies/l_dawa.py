@@ -110,10 +110,11 @@ class LDAWAServer(ServerStrategy):
             name = min(kernels, key=ratios.__getitem__)
             if ratios[name] < SHRUNK:
                 self._has_warned = True
+                remedy = "strategy.normalize=true (in Python normalize=True), or " if self._can_normalize else ""
                 log.warning(
                     "L-DAWA has multiplied the norm of %s by %.2f in round %d; layers with small cosines shrink more "
                     "and more: set %sa smaller learning rate of the clients",
-                    *(name, ratios[name], done.round, "normalize to true, or " if self._can_normalize else ""),
+                    *(name, ratios[name], done.round, remedy),
                 )
         return super().after_aggregation(done)
 

@@ -76,7 +76,11 @@ class Constraint:
             return f"at least {self.minimum:g}"
         if is_number and value and self.minimum <= value <= self.maximum and not _is_representable(value):
             return "a number whose size is from {:g} to {:g}".format(*_REPRESENTABLE)
-        return f"at most {self.maximum:,.15g}" if is_number and value > self.maximum else str(self)
+        return (
+            f"at most {self.maximum if self.maximum % 1 else int(self.maximum):,}"
+            if is_number and value > self.maximum
+            else str(self)
+        )
 
     def __str__(self) -> str:
         """Return the type and the range, without technical limits such as `MAX_INTEGER`, `LARGE` and `SMALL`."""

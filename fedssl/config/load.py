@@ -18,6 +18,7 @@ from fedssl.config.saved_run import (
     read_settings,
     recheck_saved,
     restore_initial_weights,
+    restore_masks,
     saved_teacher,
 )
 from fedssl.config.settings import ClientSettings, DataSettings, PartitionSettings, Settings
@@ -86,6 +87,7 @@ def load_settings(overrides: Sequence[str]) -> Settings:
     config.run_id = saved["run_id"]
     config.statistics.measured = measured or None
     restore_initial_weights(config, saved, explicit=explicit.keys())
+    restore_masks(config, saved, explicit=explicit.keys())
     if config.teacher is not None and "teacher_encoder" in config.method and not Path(config.teacher).exists():
         config.method.teacher_encoder = saved_teacher(saved, folder / "config.yaml")
     # The number of edge clients is counted, and their images are not partitioned.

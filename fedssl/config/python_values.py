@@ -16,6 +16,9 @@ Value: TypeAlias = (
 )
 
 
+_OF_SWEEPS = ("sweep.", "hydra.sweep", "hydra.run")
+
+
 def to_overrides(texts: Sequence[str], settings: Mapping[str, Value]) -> list[str]:
     """Return overrides of the command line for texts such as ``rounds=5``, and for values of settings.
 
@@ -31,7 +34,7 @@ def to_overrides(texts: Sequence[str], settings: Mapping[str, Value]) -> list[st
         if override.is_sweep_override():
             raise InputError(f"{override.input_line} has several values; call fedssl.run in a loop, once for each")
     overrides = [*texts, *_overrides({name.replace("__", "."): value for name, value in settings.items()})]
-    if of_sweep := [override for override in overrides if override.startswith(("sweep.", "hydra.sweep", "hydra.run"))]:
+    if of_sweep := [override for override in overrides if override.lstrip("+~").startswith(_OF_SWEEPS)]:
         raise InputError(f"{of_sweep[0]} is an option of the command line's sweeps and runs; leave it out")
     return overrides
 

@@ -91,11 +91,12 @@ def check_directory(overrides: Sequence[str], file: Path, *, directory: str) -> 
     """Refuse relative paths among the overrides of ``file``, given in ``directory``, in another working directory."""
     for override in parse(overrides) if directory != str(Path.cwd()) else ():
         constraint = constraint_of(override.key_or_group)
-        if constraint is None or constraint.kind is not Path:
-            continue
         paths = [str(override.value())]
         if override.is_sweep_override():
             paths = [text.strip("'\"") for text in override.sweep_string_iterator()]
+        is_masks = override.key_or_group.endswith(".masks") and any((Path(directory) / path).is_dir() for path in paths)
+        if not is_masks and (constraint is None or constraint.kind is not Path):
+            continue
         if any(value not in ("auto", "None") and not user_path(value).is_absolute() for value in paths):
             raise InputError(
                 f"{override.input_line} in {file} is relative to {directory}, where the sweep was started; resume it "
@@ -146,6 +147,14 @@ def read_settings(file: Path) -> dict[str, Any] | None:
     except (InputError, ValueError, RecursionError) as error:
         raise corrupt_file_error(file, str(error)) from error
     return saved
+
+
+def restore_masks(config: DictConfig, saved: Mapping[str, Any], *, explicit: Collection[str]) -> None:
+    """Set the masks of a resumed run: whether a name is that of a folder depends on the working directory."""
+    for key, value in flatten(saved):
+        is_inherited = key.endswith(".masks") and {key, key.split(".")[0]}.isdisjoint(explicit)
+        if is_inherited and OmegaConf.select(config, key) is not None:
+            OmegaConf.update(config, key, value)
 
 
 def restore_initial_weights(config: DictConfig, saved: Mapping[str, Any], *, explicit: Collection[str]) -> None:

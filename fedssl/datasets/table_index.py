@@ -33,7 +33,7 @@ from fedssl.datasets.listing import ending_of, is_file
 from fedssl.datasets.page_index import with_pages
 from fedssl.datasets.shards import KEY, is_shard, stored_images
 from fedssl.datasets.sources import Source
-from fedssl.datasets.split_files import labeled_test, split_files
+from fedssl.datasets.split_files import labeled_test, split_files, split_in
 from fedssl.datasets.splits import HELD_OUT, chosen_parts, split_of, split_of_word
 from fedssl.datasets.tables import (
     arrow_records,
@@ -79,7 +79,7 @@ def _index_split(source: Source, files: Sequence[Path], query: Query) -> ImageIn
     others = [file for file in files if column not in schema_of(file).names]
     if column is not None and not others:
         return _index_by_column(source, files, query, column)
-    if column is not None and len(others) < len(files):
+    if column is not None and len(others) < len(files) and not all(map(split_in, source.files.values())):
         raise InputError(
             f"{source.path}: {shortened(others)} has no column {column} with the split, as others have; add it, or set "
             "dataset.split_column=null if the names of the files are the splits"

@@ -13,8 +13,9 @@ import logging
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,12 @@ def read_targets(
         )
     splits = (evaluation_input.train, evaluation_input.test)
     if file is None:
-        raw = {name: [_values(split, name) for split in splits] for name in columns or ()}
+        raw = {name: _of_data_set(splits, name) for name in columns or ()}
     else:
         raw = _read_csv(user_path(file), splits, columns)
     count, parts = len(splits[0].labels), []
-    for name, (train, test) in raw.items():
-        matrix, titles = convert(name, [*train, *test])
+    for name, values in raw.items():
+        matrix, titles = convert(name, values)
         parts.append((matrix, titles if len(titles) > 1 else (name,)))
     targets = torch.from_numpy(np.concatenate([matrix for matrix, _ in parts], axis=1))
     if (bad := targets.isinf()).any():
@@ -100,9 +101,7 @@ def as_numbers(name: str, values: Sequence[Any]) -> Column:
 
 def as_labels(name: str, values: Sequence[Any]) -> Column:
     """Convert labels to 0, 1 or NaN for each class; -1 is unknown, too."""
-    texts = [value for value in values if isinstance(value, str) and value.strip()]
-    if texts and (any("|" in text for text in texts) or not any(map(_is_number, texts))):
-        values = [value.split("|") if isinstance(value, str) else value for value in values]
+    values = _split_at_bars(values, all_values=values)
     lists = [value for value in values if _is_list(value)]
     if not lists or _are_indicators(lists):
         matrix, titles = as_numbers(name, values)
@@ -125,6 +124,13 @@ def as_labels(name: str, values: Sequence[Any]) -> Column:
     return matrix, tuple(map(str, classes))
 
 
+def _split_at_bars(values: Sequence[Any], *, all_values: Iterable[Any]) -> Sequence[Any]:
+    """Split texts into names if one of ``all_values``, also of images that are not used, has bars."""
+    if not any(isinstance(value, str) and "|" in value for value in all_values):
+        return values
+    return [value.split("|") if isinstance(value, str) else value for value in values]
+
+
 def _are_indicators(lists: Sequence[Sequence[Any]]) -> bool:
     """Return whether lists have a place for each class, not the numbers or names of classes."""
     items = {item for value in lists for item in value}
@@ -140,16 +146,6 @@ def _is_unknown(value: Any) -> bool:
     return value is None or (isinstance(value, str) and not value.strip())
 
 
-def _is_number(value: str) -> bool:
-    """Return whether a text is a number, ``true`` or ``false``."""
-    text = value.strip().lower()
-    try:
-        float(_BOOLS.get(text, text))
-    except ValueError:
-        return False
-    return True
-
-
 def _number(name: str, value: Any) -> float:
     if _is_unknown(value):
         return math.nan
@@ -161,23 +157,27 @@ def _number(name: str, value: Any) -> float:
         ) from error
 
 
-def _values(images: LabeledImages, name: str) -> Sequence[Any]:
-    """Return a column of the data set."""
+def _of_data_set(splits: Sequence[LabeledImages], name: str) -> Sequence[Any]:
+    """Return a column of the data set, of the images of all splits."""
+    columns = [_column(images, name) for images in splits]
+    values = [values[row] for values, rows in columns for row in rows]
+    plain = [value.tolist() if isinstance(value, np.ndarray | np.generic) else value for value in values]
+    return _split_at_bars(plain, all_values=chain.from_iterable(values for values, _ in columns))
+
+
+def _column(images: LabeledImages, name: str) -> tuple[Sequence[Any], np.ndarray]:
+    """Return a column of the data set, and the rows of images."""
     if images.origin is None:
         raise InputError(
             f"evaluation.columns={name} but the data set has no columns; give parquet files or a CSV list of the "
             "images in dataset.path, or evaluation.file=FILE.csv"
         )
     index, rows = images.origin
-    values = index.values(name)
-    chosen = (values[row] for row in rows)
-    return [value.tolist() if isinstance(value, np.ndarray | np.generic) else value for value in chosen]
+    return index.values(name), rows
 
 
-def _read_csv(
-    file: Path, splits: Sequence[LabeledImages], columns: Sequence[str] | None
-) -> dict[str, list[Sequence[Any]]]:
-    """Return columns of a CSV file for each split, None for images that it does not have."""
+def _read_csv(file: Path, splits: Sequence[LabeledImages], columns: Sequence[str] | None) -> dict[str, Sequence[Any]]:
+    """Return columns of a CSV file, of the images of all splits, None for those that it does not have."""
     setting = f"evaluation.file={file}"
     header, lines = read_lines(file, setting=setting, content="with the targets of the images")
     for number, row in enumerate(lines, start=2):
@@ -189,11 +189,11 @@ def _read_csv(
     if missing or not others:
         raise InputError(f"{file} has no column {shortened(missing)} after the first; it has {others}")
     table = _by_image(file, [row[0].strip() for row in lines], splits)
-    found = list[list[int | None]]()
+    found = list[int | None]()
     for split, images in zip(("training", "test"), splits, strict=True):
         places = _places(images)
         numbers = [table.get(place.name) for place in places]
-        found.append(numbers)
+        found += numbers
         unknown = numbers.count(None)
         if unknown == len(numbers):
             raise InputError(
@@ -202,9 +202,10 @@ def _read_csv(
             )
         if unknown:
             log_once(logging.WARNING, f"{file} has no row for {unknown} of {len(numbers)} {split} images: not used")
+    whole = {name: [line[1 + others.index(name)] for line in lines] for name in columns or others}
     return {
-        name: [[None if row is None else lines[row][1 + others.index(name)] for row in numbers] for numbers in found]
-        for name in columns or others
+        name: _split_at_bars([None if row is None else values[row] for row in found], all_values=values)
+        for name, values in whole.items()
     }
 
 

@@ -61,8 +61,8 @@ def spectral_loss(z1: Tensor, z2: Tensor, others: Tensor, *, own_share: Tensor) 
     return repulsion - 2 * (z1 * z2).sum(dim=1).mean()
 
 
-def shortened(matrix: np.ndarray, limit: float) -> np.ndarray:
-    """Return a matrix with at most the Frobenius norm ``limit``, apart from rounding: R has at most the mean |z|^2."""
+def limit_norm(matrix: np.ndarray, limit: float) -> np.ndarray:
+    """Scale a matrix to the Frobenius norm ``limit`` if its own is larger, apart from rounding; R has at most mu."""
     norm = np.linalg.norm(matrix.astype(np.float64))
     return matrix if norm <= 1.01 * limit else matrix * matrix.dtype.type(limit / norm)
 
@@ -129,8 +129,8 @@ class FedSC(ProjectorMethod):
         return {OWN: np.asarray(layers[SUM] / max(layers[STEPS], np.float32(1))), OWN_ROUND: layers[LAST].copy()}
 
     def aggregate_parts(self, uploaded: Sequence[Layers], broadcast: Layers) -> Layers:
-        """Average the matrices, of which none counts more than that of an honest client: clients are not trusted."""
-        matrices = [shortened(layers[OWN], self.max_square) for layers in uploaded]
+        """Average the matrices, each with at most the norm of an honest client's."""
+        matrices = [limit_norm(layers[OWN], self.max_square) for layers in uploaded]
         mean = np.mean(matrices, axis=0, dtype=np.float64)
         dtype, last = broadcast[MEAN].dtype, median_high(float(layers[OWN_ROUND]) for layers in uploaded)
         return {

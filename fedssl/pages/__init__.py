@@ -24,7 +24,8 @@ from fedssl.errors import sanitize
 ROOT = Path(__file__).parents[1]
 ENDING = ".html.j2"
 _START = r"(?:^|(?<=[\s='\":(\[{,])|(?<=file://)|(?<=:///))"  # of a path in a text, or in a URL of a local file
-_QUOTED = re.compile(r"((?:^|(?<=\s))'(?:[\w.@+-]+=)?)/[^'\n]*/([^'\n]*')")  # a setting of a command, with spaces
+_QUOTED = re.compile(r"(?:^|(?<=\s))'[^'\n]*'")  # a setting of a command, whose paths may have spaces
+_INNER_PARENTS = re.compile(r"(?<=[',{=])/(?:[^/',{}\n]+/)*(?=[^/',{}\n])")
 _WHOLE = re.compile(r"/[^\n'\":;,()]*/([^/\s]+/?)")  # a text that is a path, with spaces
 _PARENTS = re.compile(_START + r"/(?:[^/\s'\"=:;,()\[\]{}<>]+/)*(?=[^/\s])")
 
@@ -74,7 +75,7 @@ def hide_paths(text: str, *, root: Path | None = None) -> str:
         text = re.sub(f"{_START}{re.escape(str(root))}/", "", text)
     if whole := _WHOLE.fullmatch(text):
         return f"…/{whole[1]}"
-    return _PARENTS.sub("…/", _QUOTED.sub(r"\1…/\2", text))
+    return _PARENTS.sub("…/", _QUOTED.sub(lambda quoted: _INNER_PARENTS.sub("…/", quoted[0]), text))
 
 
 def _policy(script: str, *, polls: bool) -> Markup:

@@ -84,7 +84,7 @@ def divide_classes(
 ) -> list[np.ndarray]:
     """Divide each class as `dirichlet`; errors name the ``partition`` and the ``clients``.
 
-    Of another partition, another number of clients or seed changes more than the shares, and is not proposed.
+    Only ``dirichlet`` proposes another number of clients or seed: these change the domains and clusters of others.
     """
     check_arguments("partition", alpha=alpha, min_size=min_size)
     num_images, num_clients = data.num_images, data.num_clients

@@ -267,7 +267,7 @@ def acquire_lock(folder: Path) -> TextIO | None:
     """
     try:
         stream = (folder / LOCK_FILE).open("w")
-        if locks.lock(stream.fileno()):
+        if locks.lock(stream.fileno(), patience=locks.PROBE_SECONDS):
             return stream
     except OSError:  # a file system without locks
         return None

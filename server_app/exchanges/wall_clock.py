@@ -4,10 +4,12 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol, runtime_checkable
 
 from flwr.app import Message
+from flwr.serverapp import Grid
 
-from server_app.exchanges.base import Exchange, Late, Received, SentRound, in_client_order
+from fedssl.wire.messages import NO_REPLY
+from server_app.exchanges.base import Exchange, Late, Lost, Received, SentRound, in_client_order
 from server_app.exchanges.sums import SumTask
-from server_app.messaging import ClientMessenger, replies_of
+from server_app.messaging import ActivityHook, ClientMessenger, no_activity, replies_of
 
 
 @runtime_checkable
@@ -29,8 +31,12 @@ class SummingGrid(Protocol):
 class WallClockExchange(ClientMessenger, Exchange):
     """Exchange in wall-clock time."""
 
+    def __init__(self, grid: Grid, *, keep_contents: bool = False, on_activity: ActivityHook = no_activity) -> None:
+        super().__init__(grid, keep_contents=keep_contents, on_activity=on_activity)
+        self._silent = set[int]()  # nodes that have not replied in time to an earlier message
+
     def in_flight(self, *, timeout: float) -> set[int]:
-        self.expire(older_than=timeout)
+        self._silent |= self.expire(older_than=timeout)
         return self.pending_nodes()
 
     def replies(self, sent: SentRound) -> Iterator[Received]:
@@ -48,9 +54,17 @@ class WallClockExchange(ClientMessenger, Exchange):
         replies = replies_of(pairs)
         if policy.min_replies is not None and not policy.uses_late:
             replies = first_replies(replies, policy.min_replies)
-        # With enough replies the others are still awaited, and are used later.
-        yield from in_client_order(replies, sent, is_lost=lambda _: not (policy.uses_late and self.has_enough))
+        nodes = {client: node for node, client in sent.nodes.items()}
+
+        def is_lost(client: int) -> bool:  # with enough replies the others are used later, if they come in time
+            is_awaited = policy.uses_late and self.has_enough and nodes[client] in self.pending_nodes()
+            return not is_awaited or nodes[client] in self._silent
+
+        yield from in_client_order(replies, sent, is_lost=is_lost)
         yield from self.late()
+        for node in self._silent.difference(sent.nodes) & sent.clients.keys():
+            yield Lost(sent.clients[node], NO_REPLY)
+        self._silent &= self.pending_nodes()
 
     def late(self) -> list[Late]:
         """Return the late replies that arrived during the newest exchange, the stalest first."""

@@ -31,4 +31,4 @@ def test_a_probe_does_not_prevent_a_lock(tmp_path):
     with (tmp_path / "lock").open() as probe, (tmp_path / "lock").open("w") as holder:
         fcntl.flock(probe, fcntl.LOCK_SH)
         threading.Timer(0.01, fcntl.flock, (probe, fcntl.LOCK_UN)).start()
-        assert lock(holder.fileno())
+        assert lock(holder.fileno(), patience=1.0)

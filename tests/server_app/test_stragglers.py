@@ -341,3 +341,15 @@ def test_a_corrected_clock_changes_no_late_reply(hours, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: now + 3600 * hours)
     assert len(run.exchange.in_flight(timeout=60)) == 1
     assert not run.exchange.in_flight(timeout=0)
+
+
+def test_a_dead_device_is_reported_once_its_time_is_over():
+    """Client 3 never replies. It is awaited until the timeout, and then asked again."""
+    run = Run(4, lambda client, round: (NEVER if client == 3 else 1, "good"), buffered=True, min_updates=3, timeout=0.2)
+    assert not run.round().dropped
+    time.sleep(0.25)
+    for _ in range(2):
+        report = run.round()
+        assert report.dropped == {3: "no reply in time"}
+        assert clients(report) == [0, 1, 2]
+        time.sleep(0.25)

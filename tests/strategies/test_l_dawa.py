@@ -88,7 +88,7 @@ def test_a_warning_once_if_a_kernel_shrinks(caplog):
     assert after(strategy, 1, turned) == after(strategy, 2, kept) == []
     (warning,) = after(strategy, 3, turned)
     assert warning.startswith("L-DAWA has multiplied the norm of kernel by 0.00 in round 3; ")
-    assert "set normalize to true, or a smaller learning rate of the clients" in warning
+    assert "set strategy.normalize=true (in Python normalize=True), or a smaller learning rate" in warning
     assert after(strategy, 4, turned) == [warning]
     caplog.clear()
     assert after(LDAWA(normalize=True), 1, kept) == []

@@ -210,6 +210,18 @@ class TestResume:
         final = load_settings([f"resume={tmp_path}", "final_evaluation=knn"]).evaluation.final_protocol
         assert (final.target, "datasets" in final.values) == ("fedssl.evaluation.knn.KNN", False)
 
+    @pytest.mark.parametrize("given", [[], ["final_evaluation.masks=own"]])
+    def test_keeps_masks_of_another_working_folder(self, tmp_path, monkeypatch, given):
+        for name in ("here/masks", "here/own", "there/masks", "none"):
+            (tmp_path / name).mkdir(parents=True)
+        for start, resumed in (("here", "there"), ("none", "here"), ("here", "none")):
+            monkeypatch.chdir(tmp_path / start)
+            saved = compose(["final_evaluation=segmentation", *given]).recording
+            save_run(saved, tmp_path)
+            monkeypatch.chdir(tmp_path / resumed)
+            again = load_settings([f"resume={tmp_path}"]).recording.config.final_evaluation.masks
+            assert again == saved.config.final_evaluation.masks
+
     def test_refuses_other_settings(self, folder):
         with pytest.raises(InputError, match=r"was run with seed=0 \(now 1\)"):
             load_settings([f"resume={folder}", "seed=1"])

@@ -86,7 +86,7 @@ def test_a_mapping_sets_several_settings():
         (["-m", "seed=0"], {}, "-m is a flag of the command line"),
         (["seed=0,1"], {}, "seed=0,1 has several values; call fedssl.run in a loop"),
         ([], {"sweep__jobs": 2}, "sweep.jobs=2 is an option of the command line's sweeps and runs; leave it out"),
-        (["hydra.sweep.dir=x"], {}, "hydra.sweep.dir=x is an option"),
+        (["++hydra.sweep.dir=x"], {}, r"\+\+hydra.sweep.dir=x is an option"),
         (["rounds"], {}, "rounds does not have the form key=value"),
     ],
 )

@@ -227,6 +227,10 @@ def test_all_tables_need_the_column_of_the_splits(images: Path) -> None:
     assert len(read(images, "", **both, split_column=None).images) == 3
     (images / "b.csv").write_text("path,label\n")
     assert first_pixels(read(images, "", **both).images) == [10]
+    (images / "train.csv").write_text((images / "a.csv").read_text())
+    (images / "test.csv").write_text("path,label\nmy images/3.png,a\n")
+    named = {"path": f"{images}/{{train,test}}.csv"}  # the names of the files are splits
+    assert [len(read(images, "", split, **named).images) for split in ("train", "test")] == [2, 1]
 
 
 def test_lists_of_other_data_sets_are_read_alike(images: Path) -> None:

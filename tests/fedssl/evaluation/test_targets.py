@@ -29,7 +29,6 @@ NAN = float("nan")
         ([[4], [], [0, 4], None], [[0, 1], [0, 0], [1, 1], [NAN, NAN]], ["0", "4"]),
         ([["cat"], [" dog", "cat"], []], [[1, 0], [1, 1], [0, 0]], ["cat", "dog"]),
         (["Mass|Nodule", "Mass", "", None], [[1, 1], [1, 0], [0, 0], [NAN, NAN]], ["Mass", "Nodule"]),
-        (["cat", "dog", ""], [[1, 0], [0, 1], [0, 0]], ["cat", "dog"]),  # as a part of a file with cat|dog
         (list(np.array([[0, 1], [1, 1]], dtype=np.uint8)), [[0, 1], [1, 1]], ["x_0", "x_1"]),
     ],
 )
@@ -52,8 +51,7 @@ def test_numbers_have_many_forms():
     [
         (as_labels, [0, 1, 2], "value 2, but labels are 0, 1, or null .* evaluation=regression"),
         (as_labels, [0, 0.5], "value 0.5"),
-        (as_labels, ["1", "0", "x"], "value 'x', but targets are numbers"),
-        (as_numbers, ["cat", "dog"], "value 'cat', but targets are numbers"),
+        (as_labels, ["cat", "dog"], "value 'cat', but targets are numbers"),
         (as_labels, [["a"], [1, 2, 3]], "lists of other things"),
         (as_numbers, ["1,5"], "value '1,5'"),
         (as_numbers, [[1, 2], [1, 2, 3]], "3 and 2 targets per image"),
@@ -208,3 +206,16 @@ def test_columns_are_those_of_the_readable_images(tmp_path: Path):
         read_targets(subject, columns=["y"], file=None, convert=as_numbers)
     with pytest.raises(InputError, match=r"evaluation.columns=null names no targets; set evaluation.columns"):
         read_targets(subject, columns=None, file=None, convert=as_numbers)
+
+
+def test_bars_of_unused_images_make_names_too(tmp_path: Path):
+    """A limit leaves images with one name each; a column of texts without bars has no targets."""
+    images_in_folders(tmp_path, "train/a.png", "train/b.png", "test/a.png")
+    data = settings_of("folder", path=str(tmp_path), size=4, label=None, folders="none")
+    subject = make_evaluation_input(None, data, device=torch.device("cpu"), needs_labels=False)
+    text = "file,tags,patient\ntrain/a.png,cat,p1\ntrain/b.png,dog,p2\ntest/a.png,dog,p3\n"
+    (tmp_path / "t.csv").write_text(f"{text}other.png,cat|dog,p4\n")
+    result = read_targets(subject, columns=["tags"], file=str(tmp_path / "t.csv"), convert=as_labels)
+    assert (result.train.tolist(), result.test.tolist(), result.names) == ([[1, 0], [0, 1]], [[0, 1]], ("cat", "dog"))
+    with pytest.raises(InputError, match="value 'p1', but targets are numbers; name other columns"):
+        read_targets(subject, columns=None, file=str(tmp_path / "t.csv"), convert=as_labels)

@@ -16,7 +16,7 @@ from fedssl.methods.fedsc import (
     FedSC,
     clip_norm,
     correlation,
-    shortened,
+    limit_norm,
     spectral_loss,
 )
 from fedssl.views import Views
@@ -86,7 +86,7 @@ def test_a_false_matrix_counts_as_that_of_a_client(tmp_path):
     expected = (honest[0] + honest[1] + np.eye(dim) * method.max_square / np.sqrt(dim)) / 3
     np.testing.assert_allclose(merged[MEAN], expected, rtol=1e-6)
     assert merged[MEAN_ROUND] == 4
-    assert shortened(honest[0], method.max_square) is honest[0]
+    assert limit_norm(honest[0], method.max_square) is honest[0]
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ def test_a_page_runs_its_own_script_alone_and_requests_nothing(own: Path):
             "fedssl 'dataset.path=/home/Jane Doe/my photos' '/a b/c d.csv'",
             "fedssl 'dataset.path=…/my photos' '…/c d.csv'",
         ),
+        ("'a=/home/J D/x,/home/J D/y z/' '{/b c/d,/e}'", "'a=…/x,…/y z/' '{…/d,…/e}'"),
         ("/srv/runs/a/0: /srv/runs/a is not /srv/runs2/b", "a/0: a is not …/b"),
         ("/mnt/srv/runs/a", "…/a"),
         ("'hydra.searchpath=[\"file:///home/me/conf\"]'", "'hydra.searchpath=[\"file://…/conf\"]'"),
