@@ -138,8 +138,14 @@ class TestJobs:
         monkeypatch.chdir(first)
         plan_jobs(tmp_path / "sweep", ["dataset=folder", "dataset.path=images", "seed=0,1"])
         plan_jobs(tmp_path / "all", ["dataset=folder", f"dataset.path={first}/a,{first}/b", "dataset.cache=auto"])
+        (first / "own").mkdir()
+        for masks in ("own", "column"):
+            plan_jobs(tmp_path / masks, ["final_evaluation=segmentation", f"final_evaluation.masks={masks}"])
         assert len(plan_jobs(tmp_path / "sweep", ["seed=2"])) == 3
         monkeypatch.chdir(tmp_path)
+        with pytest.raises(InputError, match=rf"final_evaluation.masks='own' in .* is relative to {first}"):
+            plan_jobs(tmp_path / "own", [])
+        assert len(plan_jobs(tmp_path / "column", [])) == 1
         with pytest.raises(
             InputError, match=rf"dataset.path=\S*images\S* in .* is relative to {first}.* resume it there"
         ):
