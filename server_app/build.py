@@ -238,8 +238,8 @@ def exchange_maker(context: RunContext, costs: TrainingCostMeter | None) -> Call
         warn_of_wall_clock_deadline(settings)
 
     def make(grid: Grid, on_activity: ActivityHook) -> Exchange:
-        if settings.secure_aggregation is not None:
-            return SecureExchange(grid, settings.secure_aggregation, on_activity=on_activity)
+        if secure := SecureExchange.of(grid, settings, on_activity=on_activity):
+            return secure
         if virtual is None:
             return WallClockExchange(grid, keep_contents=settings.aggregation.buffered, on_activity=on_activity)
         if virtual.is_in_seconds and costs is not None:

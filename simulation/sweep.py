@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from fedssl.atomic_files import make_output_folder, new_folder, saved_rounds, write_text
 from fedssl.config.compose import RESUMABLE_KEYS, hydra_value
@@ -20,9 +21,10 @@ from fedssl.config.saved_run import points_outside
 from fedssl.config.settings import Settings
 from fedssl.config.targets import SEARCHPATH_KEY
 from fedssl.errors import InputError, RunError, sanitize
+from fedssl.locks import PROBE_SECONDS, lock
 from fedssl.logs import print_line
 from fedssl.report.accuracy_table import NOT_FINISHED, RUNNING, sweep_results
-from fedssl.runs.run import LOCK_FILE, acquire_lock, read_run, read_summary, write_summary
+from fedssl.runs.run import LOCK_FILE, read_run, read_summary, write_summary
 from simulation.sweep_progress import SweepProgress
 from simulation.sweep_state import FOLDER_KEY, PATH_KEY, STATE_FILE, Job
 
@@ -87,7 +89,7 @@ def sweep_lock(folder: Path) -> Iterator[None]:
 
     If the block rejects a new sweep, the folder is removed, unless it has other files.
     """
-    lock = acquire_lock(folder)
+    stream = acquire_lock(folder)
     try:
         yield
     except InputError:
@@ -98,8 +100,22 @@ def sweep_lock(folder: Path) -> Iterator[None]:
                 folder.parent.rmdir()
         raise
     finally:
-        if lock is not None:
-            lock.close()
+        if stream is not None:
+            stream.close()
+
+
+def acquire_lock(folder: Path) -> TextIO | None:
+    """Lock the folder of a sweep until the returned file is closed or this process ends; None without locks.
+
+    Raise an `InputError` if another process has locked it.
+    """
+    try:
+        stream = (folder / LOCK_FILE).open("w")
+        if lock(stream.fileno(), patience=PROBE_SECONDS):
+            return stream
+    except OSError:  # a file system without locks
+        return None
+    raise InputError(f"{folder} is in use by another process; wait for its end, or stop it")
 
 
 def group_jobs(jobs: Iterable[Job]) -> list[list[Job]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from fedssl import locks
 from fedssl.atomic_files import write_text
@@ -230,16 +230,17 @@ def read_run(folder: Path) -> Run:
     """Read a run folder. A damaged ``summary.json`` counts as missing, another damaged file is an `InputError`."""
     running = is_locked(folder)  # first: a process writes the summary before it releases the lock
     summary, settings = read_summary(folder / "summary.json"), read_yaml(folder / "config.yaml", dict)
-    overrides = summary["overrides"] if summary else read_overrides(folder / "overrides.yaml") or []
-    command_overrides = tuple(override for override in overrides if override.partition("=")[0] not in START_KEYS)
+    words = summary["overrides"] if summary else read_overrides(folder / "overrides.yaml") or []
+    command_overrides = tuple(word for word in words if word.partition("=")[0] not in START_KEYS)
     own = {
         key.lstrip("+"): value
         for key, _, value in (sanitize(plain_override(word)).partition("=") for word in command_overrides)
     }
     if measured := measured_keys(settings):
         own = {key: value for key, value in own.items() if key not in measured} | {measured[0]: FEDERATED}
-    choices = _read_choices(folder / "choices.yaml")
-    choices = choices or {key: value for key, value in own.items() if key in config_groups()}
+    choices = _read_choices(folder / "choices.yaml") or {
+        key: value for key, value in own.items() if key in config_groups()
+    }
     names = {sanitize(group): sanitize(name) for group, name in choices.items()}
     return Run(folder, own, command_overrides, names, settings, summary, running)
 
@@ -258,20 +259,6 @@ def is_locked(folder: Path) -> bool:
             return locks.is_locked(stream.fileno())
     except OSError:  # missing, or not a regular file
         return False
-
-
-def acquire_lock(folder: Path) -> TextIO | None:
-    """Lock the folder of a sweep until the returned file is closed or this process ends; None without locks.
-
-    Raise an `InputError` if another process has locked it.
-    """
-    try:
-        stream = (folder / LOCK_FILE).open("w")
-        if locks.lock(stream.fileno(), patience=locks.PROBE_SECONDS):
-            return stream
-    except OSError:  # a file system without locks
-        return None
-    raise InputError(f"{folder} is in use by another process; wait for its end, or stop it")
 
 
 def flatten_settings(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -61,6 +61,12 @@ class SecureExchange(WallClockExchange):
         super().__init__(grid, on_activity=on_activity)
         self._settings = settings
 
+    @classmethod
+    def of(cls, grid: Grid, settings: Settings, *, on_activity: ActivityHook) -> "SecureExchange | None":
+        """Return the exchange of a run with secure aggregation, else None."""
+        secure = settings.secure_aggregation
+        return None if secure is None else cls(grid, secure, on_activity=on_activity)
+
     def replies(self, sent: SentRound) -> Iterator[Received]:
         start = sent.starts[GLOBAL].expected_upload
         self._max_weight = max_weight_of(self._settings, sent.aggregators[GLOBAL])

@@ -314,10 +314,7 @@ def test_the_model_is_the_sum_over_used_updates(tmp_path, seed, buffered):
     ("overrides", "reason"),
     [
         (["aggregation.min_updates=4"], "aggregation.min_updates=4 but clients_per_round=3"),
-        (
-            ["aggregation.over_selection=2"],
-            "aggregation.over_selection=2 but clients_per_round=3 leaves 1 of num_clients=4",
-        ),
+        (["aggregation.over_selection=2"], "over_selection=2 but clients_per_round=3 leaves 1 of num_clients=4"),
     ],
 )
 def test_what_cannot_come_is_not_waited_for(tmp_path, overrides, reason):
@@ -344,12 +341,10 @@ def test_a_corrected_clock_changes_no_late_reply(hours, monkeypatch):
 
 
 def test_a_dead_device_is_reported_once_its_time_is_over():
-    """Client 3 never replies. It is awaited until the timeout, and then asked again."""
+    """Client 3 is awaited until the timeout, and then asked again."""
     run = Run(4, lambda client, round: (NEVER if client == 3 else 1, "good"), buffered=True, min_updates=3, timeout=0.2)
     assert not run.round().dropped
-    time.sleep(0.25)
     for _ in range(2):
-        report = run.round()
-        assert report.dropped == {3: "no reply in time"}
-        assert clients(report) == [0, 1, 2]
         time.sleep(0.25)
+        report = run.round()
+        assert (clients(report), report.dropped) == ([0, 1, 2], {3: "no reply in time"})

@@ -13,12 +13,13 @@ from fedssl.config.load import compose
 from fedssl.datasets.base import forget_images
 from fedssl.errors import InputError
 from fedssl.report.accuracy_table import run_results, sweep_results
-from fedssl.runs.run import acquire_lock, is_locked, read_run
+from fedssl.runs.run import is_locked, read_run
 from simulation import cli
 from simulation.pruning import check_metric
 from simulation.run import run
 from simulation.sweep import (
     JobWave,
+    acquire_lock,
     folder_to_resume,
     needs_hydra,
     new_sweep_folder,

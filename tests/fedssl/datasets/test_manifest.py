@@ -218,33 +218,6 @@ def test_a_column_has_the_splits(images: Path, caplog: pytest.LogCaptureFixture)
     assert load_federated(settings_of("folder", path=str(images / "list.csv"), split_column=None)).labels is None
 
 
-def test_all_tables_need_the_column_of_the_splits(images: Path) -> None:
-    (images / "a.csv").write_text("path,label,split\nmy images/1.png,a,train\nmy images/2.png,b,test\n")
-    (images / "b.csv").write_text("path,label\nmy images/3.png,a\n")
-    both = {"path": f"{images}/{{a,b}}.csv"}
-    with pytest.raises(InputError, match=r"b\.csv has no column split with the split, .* dataset\.split_column=null"):
-        read(images, "", **both)
-    assert len(read(images, "", **both, split_column=None).images) == 3
-    (images / "b.csv").write_text("path,label\n")
-    assert first_pixels(read(images, "", **both).images) == [10]
-    (images / "train.csv").write_text((images / "a.csv").read_text())
-    (images / "test.csv").write_text("path,label\nmy images/3.png,a\n")
-    named = {"path": f"{images}/{{train,test}}.csv"}  # the names of the files are splits
-    assert [len(read(images, "", split, **named).images) for split in ("train", "test")] == [2, 1]
-
-
-def test_lists_of_other_data_sets_are_read_alike(images: Path) -> None:
-    (images / "list.csv").write_text("path,label,split\nmy images/1.png,0,train\nmy images/2.png,1,test\n")
-    for name in ("cifar10", "tiny_imagenet"):
-        settings = settings_of(name, path=str(images / "list.csv"), size=4, image="path", splits={"test": "test"})
-        assert [first_pixels(load_split(settings, split).images) for split in ("train", "test")] == [[10], [20]]
-    with (images / "list.csv").open("a") as file:
-        file.write("gone.png,0,train\n")
-    base.forget_images()
-    with pytest.raises(InputError, match=r"do not exist, such as .*gone\.png.* dataset\.skip_missing=true"):
-        load_split(settings, "train")
-
-
 @pytest.mark.parametrize("name", ["é" * 300, "\\" + "e" * 300, "a" * 300])
 def test_names_may_be_longer_than_files(images: Path, name: str) -> None:
     text = f"path,label\nmy images/1.png,x\n{name},y\n"

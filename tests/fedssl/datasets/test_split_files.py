@@ -6,11 +6,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fedssl.datasets.base import load_split
+from fedssl.datasets.base import forget_images, load_split
 from fedssl.datasets.sources import find
 from fedssl.datasets.split_files import split_files
 from fedssl.errors import InputError
-from tests.fedssl.datasets.made import first_pixels, query_of, settings_of, table, touch
+from tests.fedssl.datasets.made import first_pixels, make_image, png, query_of, settings_of, table, touch
 
 pytestmark = pytest.mark.usefixtures("log_again")
 
@@ -82,3 +82,40 @@ def test_a_split_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             found(root, split)
+
+
+def lists(root: Path, **texts: str) -> Path:
+    """Write lists of the images 0.png to 9.png, whose first pixels are 10 times their numbers."""
+    for number in range(10):
+        (root / f"{number}.png").write_bytes(png(make_image(10 * number)))
+    for name, text in texts.items():
+        (root / f"{name}.csv").write_text(text)
+    forget_images()
+    return root
+
+
+def pixels(path: str, split: str = "train", *, name: str = "folder", **changes: object) -> list[int]:
+    settings = settings_of(name, path=path, **{"size": 4, "cache": None, "test_fraction": 0.0} | changes)
+    return first_pixels(load_split(settings, split).images)
+
+
+def test_all_tables_need_the_column_of_the_splits(tmp_path: Path) -> None:
+    split, plain = "path,label,split\n1.png,a,train\n2.png,b,test\n", "path,label\n3.png,a\n"
+    root = lists(tmp_path, a=split, b=plain, empty="path,label\n", train=split, test=plain)
+    with pytest.raises(InputError, match=r"b\.csv has no column split with the split, .* dataset\.split_column=null"):
+        pixels(f"{root}/{{a,b}}.csv")
+    assert pixels(f"{root}/{{a,b}}.csv", split_column=None) == [10, 20, 30]
+    assert pixels(f"{root}/{{a,empty}}.csv") == [10]
+    named = f"{root}/{{train,test}}.csv"  # whose names are splits
+    assert (pixels(named), pixels(named, "test")) == ([10, 20], [30])
+
+
+def test_lists_of_other_data_sets_are_read_alike(tmp_path: Path) -> None:
+    text = "path,label,split\n1.png,0,train\n2.png,1,test\n"
+    root = lists(tmp_path, known=text, more=f"{text}gone.png,0,train\n")
+    own: dict[str, object] = {"image": "path", "splits": {"test": "test"}}
+    for name in ("cifar10", "tiny_imagenet"):
+        assert pixels(f"{root}/known.csv", name=name, **own) == [10]
+        assert pixels(f"{root}/known.csv", "test", name=name, **own) == [20]
+    with pytest.raises(InputError, match=r"do not exist, such as .*gone\.png.* dataset\.skip_missing=true"):
+        pixels(f"{root}/more.csv", name="cifar10", **own)

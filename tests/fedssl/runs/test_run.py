@@ -7,7 +7,8 @@ from typing import TextIO
 import pytest
 
 from fedssl.errors import InputError
-from fedssl.runs.run import acquire_lock, is_locked, run_folders
+from fedssl.runs.run import is_locked, run_folders
+from simulation.sweep import acquire_lock
 
 
 def locked(folder: Path) -> TextIO:
