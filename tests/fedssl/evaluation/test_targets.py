@@ -219,12 +219,10 @@ def test_bars_of_unused_images_make_names_too(tmp_path: Path):
     assert (result.train.tolist(), result.test.tolist(), result.names) == ([[1, 0], [0, 1]], [[0, 1]], ("cat", "dog"))
     with pytest.raises(InputError, match="value 'p1', but targets are numbers; name other columns"):
         read_targets(subject, columns=None, file=str(tmp_path / "t.csv"), convert=as_labels)
-    listed = (
-        text.replace("file,tags,patient", "path,tags,split").replace("dog,p2", "cat|dog,train").replace("p1", "train")
-    )
-    (tmp_path / "list.csv").write_text(listed.replace("p3", "test"))
+    images_in_folders(tmp_path, "test/c.png")
+    rows = ["train/a.png,cat,train", "train/b.png,dog,train", "test/a.png,dog,test", "test/c.png,cat|dog,test"]
+    (tmp_path / "list.csv").write_text("\n".join(["path,tags,split", *rows]))
     data = settings_of("folder", path=str(tmp_path / "list.csv"), size=4, label=None)
-    subject = make_evaluation_input(None, data, device=torch.device("cpu"), needs_labels=False)
-    first = subject.subset(torch.tensor([0]))
-    result = read_targets(first, columns=["tags"], file=None, convert=as_labels)
-    assert (result.train.tolist(), result.test.tolist(), result.names) == ([[1, 0]], [[0, 1]], ("cat", "dog"))
+    listed = make_evaluation_input(None, data, device=torch.device("cpu"), needs_labels=False)
+    some = read_targets(listed.subset(torch.tensor([0])), columns=["tags"], file=None, convert=as_labels)
+    assert (some.train.tolist(), some.test.tolist(), some.names) == ([[1, 0], [0, 1]], [[0, 1]], ("cat", "dog"))
