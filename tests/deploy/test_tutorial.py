@@ -188,11 +188,12 @@ def commands():
 
 
 @pytest.mark.parametrize("command", commands())
-def test_other_commands_of_the_page_are_valid(command):
+def test_other_commands_of_the_page_are_valid(command, monkeypatch):
     program, *arguments = shlex.split(command)
     if program == "fedssl":
         resumed = any(argument.startswith("resume=") for argument in arguments)
         load_settings([argument for argument in arguments if not (resumed and argument.startswith("resume="))])
         return
-    parser = {"fedssl-fleet": cli, "fedssl-device": device_cli}[program]._parser()
-    parser.parse_args(arguments)
+    monkeypatch.setattr("sys.argv", [program, *arguments])
+    parse = {"fedssl-fleet": lambda: cli._parser().parse_args(), "fedssl-device": device_cli._options}[program]
+    assert parse().command == arguments[0]

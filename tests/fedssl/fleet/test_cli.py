@@ -17,8 +17,8 @@ from fedssl.errors import InputError
 from fedssl.fleet import cli, device_cli, device_files
 from fedssl.fleet.kit import make_kit, read_kit, write_kit
 from fedssl.methods import base
-from fedssl.runs.run import acquire_lock
 from fedssl.wire.identity import NodeInfo
+from simulation.sweep import acquire_lock
 from tests.deploy.test_fleet import check_the_public_port
 from tests.devices import write_images
 from tests.fleet import DEPLOY, fleet

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fedssl.runs.run import acquire_lock
 from fedssl.watch.live_run import LiveRun, thin
 from fedssl.watch.watcher import Watcher
+from simulation.sweep import acquire_lock
 from tests.fedssl.report.test_html_page import HOSTILE, job
 from tests.runs import change_summary, write_lines
 
