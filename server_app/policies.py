@@ -12,6 +12,7 @@ from fedssl.config.aggregation_settings import AggregationSettings
 from fedssl.config.settings import Settings
 from fedssl.rules import Problem
 from strategies.rules import RunParts, needs_full_exchange
+from strategies.types import GLOBAL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,11 @@ class LoopPolicy:
     def may_end_early(self) -> bool:
         """Return whether a round may end without some of its clients."""
         return bool(self.extra) or self.deadline is not None or self.min_replies is not None
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Return the models that may receive updates although no client of the round starts from them."""
+        return (GLOBAL,) if self.uses_late else ()
 
 
 def updates_suffice(settings: Settings) -> Problem:

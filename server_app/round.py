@@ -48,8 +48,7 @@ class Round:
         self._federation, self._state, self._attempt = federation, state, attempt
         clients = federation.sample(self.number, attempt=attempt, in_flight=in_flight, offline=offline)
         self._policy = federation.policy.for_round(federation.clients_per_round)
-        late = (GLOBAL,) if self._policy.uses_late else ()
-        self._routes = Routes(server, state, clients, round=self.number, clusters=clusters, late=late)
+        self._routes = Routes(server, state, clients, round=self.number, clusters=clusters, late=self._policy.models)
         plans = PlanBuilder(
             federation,
             state,
