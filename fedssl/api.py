@@ -256,6 +256,11 @@ class Run:
             embedder = load_embedder(self.path, device=device, folders=self._config_dirs)
             if isinstance(images, np.ndarray):
                 return embedder(images)
+            if not isinstance(images, str | os.PathLike):
+                raise InputError(
+                    f"images are a {type(images).__name__}, but embed takes a NumPy array or the path of a file or "
+                    "folder; for others call run.encoder(run.encoder.preprocess(images))"
+                )
             return embed_path(embedder, os.fspath(images), skip_unreadable=skip_unreadable)
 
     def evaluate(self, *overrides: str, path: PathLike | None = None, **settings: Value) -> dict[str, float]:

@@ -18,7 +18,7 @@ from fedssl.config.literal import literal_values
 from fedssl.config.load import load_settings
 from fedssl.config.overrides import parse, quote_value, split_words
 from fedssl.config.settings import Settings
-from fedssl.errors import InputError
+from fedssl.errors import InputError, RunError
 from fedssl.logs import log
 from fedssl.model_arrays import exchanged_layers
 from fedssl.runs.run_report import report_line
@@ -71,16 +71,17 @@ def main(grid: Grid, context: Context) -> None:
             records=records,
             on_start=lambda folder: print(report_line(run_folder=str(folder)), flush=True),
         )
-    except InputError as error:
-        print(report_line(error=str(error)), flush=True)
+    except (InputError, RunError) as error:
+        if isinstance(error, InputError):
+            print(report_line(error=str(error)), flush=True)
         logging.getLogger("flwr").addFilter(without_traceback)
         raise
 
 
 def without_traceback(record: logging.LogRecord) -> bool:
-    """Replace the traceback of an `InputError` by its sentence. Flower logs the exception that ends a ServerApp."""
+    """Replace the traceback of an error for users by its sentence. Flower logs the exception that ends a ServerApp."""
     error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, InputError):
+    if isinstance(error, InputError | RunError):
         record.msg, record.args, record.exc_info = f"{record.getMessage()}: {error}", (), None
     return True
 

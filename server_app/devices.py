@@ -103,4 +103,11 @@ def devices_keep_their_images(parts: RunParts) -> Problem:
     )
 
 
-RUN_RULES = (devices_keep_labels_and_models, devices_keep_their_images)
+def devices_train(parts: RunParts) -> Problem:
+    """Require a local epoch: devices would deliver the untrained encoder."""
+    if not parts.context.is_deployment or parts.settings.training.epochs:
+        return None
+    return "local_epochs=0 is for simulations, and no device would train; set local_epochs=1 or more"
+
+
+RUN_RULES = (devices_keep_labels_and_models, devices_keep_their_images, devices_train)

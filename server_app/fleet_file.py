@@ -51,6 +51,13 @@ class FleetFile:
         self._content |= {"training": sorted(training), "late": sorted(late)}
         self._write_changed(FLEET_FILE, self._content)
 
+    def register_failure(self, round: int, dropped: Mapping[int, str]) -> None:
+        """Store why clients were dropped from an attempt at a round that failed, of which metrics have no line."""
+        if "devices" in self._content:
+            failed = {str(client): {"round": round, "reason": reason} for client, reason in dropped.items()}
+            self._content["failed"] = self._content.get("failed", {}) | failed
+            self._write_changed(FLEET_FILE, self._content)
+
     def register_quality(self, quality: Mapping[str, float]) -> None:
         self._content["quality"] = dict(quality)
         self._write_changed(FLEET_FILE, self._content)

@@ -110,7 +110,7 @@ class RoundAggregation:
         if problem := result.too_few(
             len(slots), needed=federation.policy.needed_updates(rejected=len(result.rejected))
         ):
-            raise TooFewUpdatesError(problem)
+            raise TooFewUpdatesError(problem, dropped=result.dropped)
         models = {
             name: new_model(federation, self._starts[name], aggregation, name=name, result=result)
             for name, aggregation in self.models.items()

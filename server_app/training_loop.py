@@ -1,7 +1,7 @@
 """The rounds of a run, one after the other. One with too few usable updates is repeated with other clients."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -58,11 +58,12 @@ def run_round(
     *,
     oldest_resumable: int = 0,
     observers: Sequence[UpdateObserver] = (),
+    on_failure: Callable[[int, Mapping[int, str]], None] = lambda round, dropped: None,
 ) -> tuple[ServerState, RoundResult]:
     """Run the round after ``state``, and repeat it with other clients if it has too few usable updates.
 
-    ``current_federation`` returns the federation with the clients that are available. The last attempt raises
-    `TooFewUpdatesError`.
+    ``current_federation`` returns the federation with the clients that are available. ``on_failure`` is called with the
+    round and the dropped clients of each failed attempt, of which the last one raises `TooFewUpdatesError`.
     """
     attempt = 0
     while True:
@@ -74,6 +75,7 @@ def run_round(
         try:
             return attempted.run(exchange)
         except TooFewUpdatesError as reason:
+            on_failure(attempted.number, reason.dropped)
             if attempt == max_retries:
                 raise
             attempt += 1
@@ -122,6 +124,7 @@ class TrainingLoop:
                 self.state,
                 oldest_resumable=self._states.oldest_resumable,
                 observers=self._callbacks.observers,
+                on_failure=self._fleet.register_failure,
             )
             self._exchange.flush()  # a run that resumes from this round's checkpoint needs the client states
             state = replace(state, in_flight=self._exchange.snapshot())

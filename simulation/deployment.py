@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 
 from fedssl.config.literal import shell_command
-from fedssl.config.overrides import quote_value
+from fedssl.config.overrides import by_key, quote_value
 from fedssl.config.settings import EngineSettings, Settings
 from fedssl.errors import InputError, RunError
 from fedssl.fleet import control_internals
@@ -70,10 +70,9 @@ def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> Path 
     unmet = unmet_requirements(APP)
     if unmet:
         raise InputError(f"{unmet}; install them with pip install -e {APP}, and restart the SuperLink")
-    for name in FILES:
-        file = getattr(engine, name)
-        if file:  # absolute, because the ServerApp has another working directory
-            overrides = [*overrides, f"engine.{name}={quote_value(file)}"]
+    # Absolute, because the ServerApp has another working directory.
+    files = [f"engine.{name}={quote_value(file)}" for name in FILES if (file := getattr(engine, name))]
+    overrides = list(by_key([*overrides, *files]).values())
     with control_api(engine) as control:
         run_id = control_internals.start_run(control, APP, overrides=shlex.join(overrides))
         print(f"run {run_id} of the SuperLink {engine.address}", flush=True)
@@ -82,7 +81,7 @@ def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> Path 
             status = run.follow()
         except KeyboardInterrupt:
             run.stop()
-            raise
+            raise KeyboardInterrupt(f"; continue with: {run.resume_command}" if run.folder else "") from None
     folder = None if run.folder is None else Path(run.folder)
     is_here = folder is not None and _is_run_folder(folder)
     if folder is not None:

@@ -29,9 +29,9 @@ def write_images(folder: Path, number: int, *, seed: int = 0, size: int = 8) -> 
     return folder
 
 
-def write_places(folder: Path) -> list[Path]:
-    """Write 9, 10 and 11 other images for the owners a, b and c; return their folders."""
-    return [write_images(folder / name, 9 + place, seed=place) for place, name in enumerate("abc")]
+def write_places(folder: Path, owners: str = "abc") -> list[Path]:
+    """Write 9, 10, 11 and more other images for the owners; return their folders."""
+    return [write_images(folder / name, 9 + place, seed=place) for place, name in enumerate(owners)]
 
 
 def context(**node_config) -> Context:

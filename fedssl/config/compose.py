@@ -16,6 +16,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from fedssl.config import aggregation_settings
 from fedssl.config.constraint_table import CONSTRAINTS
 from fedssl.config.constraints import group_of
 from fedssl.config.hydra_internals import ChoiceSweep, Override, apply_overrides, initialized_hydra
@@ -33,9 +34,10 @@ from fedssl.plain_values import flatten, plain_values
 RESUMABLE_KEYS = {
     *("rounds", "engine", "tracker", "device", "threads", "keep_freed_memory", "reply_timeout"),
     *("evaluate_every", "early_stopping", "final_evaluation", "collapse_images", "measure_resources"),
-    *("evaluate_personalized", "adaptation_epochs", "aggregation.round_deadline", "aggregation.max_retries"),
+    *("evaluate_personalized", "adaptation_epochs"),
     *("checkpoint_every", "keep_checkpoints", "pause_after", "snapshot_every"),
     *("dataset.cache", "dataset.storage", "calibration.dataset.cache", "calibration.dataset.storage"),
+    *aggregation_settings.RESUMABLE_KEYS,
 }
 RESULT_KEYS = {
     *("rounds", "early_stopping", "aggregation.round_deadline"),

@@ -62,10 +62,10 @@ def load_settings(overrides: Sequence[str]) -> Settings:
         )
     saved, saved_overrides = read_settings(folder / "config.yaml"), read_overrides(folder / "overrides.yaml")
     if saved is None or saved_overrides is None:
-        missing = " and ".join(name for name in ("config.yaml", "overrides.yaml") if not (folder / name).exists())
+        missing = [name for name in ("config.yaml", "overrides.yaml") if not (folder / name).exists()]
         raise InputError(
-            f"resume={folder} is not a run folder: {missing} is missing; set resume to a run folder, or start the run "
-            "again"
+            f"resume={folder} is not a run folder: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} "
+            "missing; set resume to a run folder, or start the run again"
         )
     measured = saved["statistics"]["measured"]
     explicit = by_key(without_requests(overrides) if measured else overrides)

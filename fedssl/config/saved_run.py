@@ -70,10 +70,14 @@ def resume_overrides(folder: Path) -> list[str]:
     """Return the overrides that continue the user's own run, with settings that are accepted only from there."""
     file = folder / "overrides.yaml"
     try:
-        outside = [override for override in read_overrides(file) or () if points_outside(override, file)]
+        overrides = read_overrides(file) or []
+        outside = [override for override in overrides if points_outside(override, file)]
     except InputError:  # the command reports the damaged file
-        outside = []
-    return [*outside, f"resume={quote_value(str(folder))}"]
+        overrides = outside = []
+    # A choice of a group in the command replaces all settings of the group that the folder has.
+    groups = tuple(f"{key}." for override in outside if (key := override.partition("=")[0]) in config_groups())
+    given = [override for override in overrides if override in outside or override.startswith(groups)]
+    return [*given, f"resume={quote_value(str(folder))}"]
 
 
 def points_outside(text: str, file: Path) -> bool:

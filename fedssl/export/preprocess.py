@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from fedssl.datasets.decoding import Decoding, Page
+from fedssl.datasets.decoding import Decoding, Page, unreadable_reason
 from fedssl.datasets.geometry import fit_tensor
 from fedssl.datasets.pages import open_pages
 from fedssl.datasets.pixels import is_deep_color, to_array
@@ -75,11 +76,13 @@ class Preprocess:
         if isinstance(images, Image.Image | str | Path):
             if isinstance(images, Image.Image) and is_deep_color(images):
                 raise InputError("Pillow reduces color of 16 bits to 8; give the path of the file")
-            pixels = (
-                to_array(images, decoding) if isinstance(images, Image.Image) else decoding(_source(images, decoding))
-            )
+            pixels = to_array(images, decoding) if isinstance(images, Image.Image) else _decoded(images, decoding)
             return unit_values(torch.tensor(pixels)[None])
         found, remedy = f"a {type(images).__name__}", "give PIL.Image.open(FILE), or convert them first"
+        if isinstance(images, np.ndarray):
+            found, remedy = f"an array of {images.dtype} and shape {images.shape}", "convert it with torch.from_numpy"
+        if isinstance(images, list | tuple):
+            found, remedy = f"an empty {type(images).__name__}", "give one image or more"
         if isinstance(images, Tensor):
             allowed = not self.takes_bytes or images.dtype in (torch.uint8, torch.uint16)
             if allowed and images.ndim in (3, 4) and images.shape[-3] == channels:
@@ -88,9 +91,18 @@ class Preprocess:
             if images.is_floating_point():
                 remedy = "convert values in [0, 1] with (255 * images).round().to(torch.uint8)"
         raise InputError(
-            f"images are {found}, but this encoder was trained on torch.uint8 of shape (batch, {channels}, height, "
-            f"width) and also takes a single image, one of Pillow, the path of a file, and a list of images; {remedy}"
+            f"images are {found}, but this encoder takes torch.uint8 or torch.uint16 of shape (batch, {channels}, "
+            f"height, width), a single image, one of Pillow, the path of a file, and a list of images; {remedy}"
         )
+
+
+def _decoded(file: str | Path, decoding: Decoding) -> np.ndarray:
+    try:
+        return decoding(_source(file, decoding))
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged file can raise anything
+        raise InputError(f"{file} cannot be read ({unreadable_reason(error)}); give another file") from error
 
 
 def _source(file: str | Path, decoding: Decoding) -> str | Path | Page:

@@ -74,7 +74,8 @@ def _check_images(images: Path) -> Check:
                 unreadable.append(f"{Path(sample.image_name(number)).name} ({type(error).__name__})")
     except InputError as error:
         return Check("images", str(error), False)
-    result = f"{index.count} in {images}" + (f"; unreadable: {', '.join(unreadable)}" if unreadable else "")
+    checked = "" if sample.count == index.count else f", of which {sample.count} were checked"
+    result = f"{index.count} in {images}{checked}" + (f"; unreadable: {', '.join(unreadable)}" if unreadable else "")
     ignored = find(str(images)).listing.ignored_kinds()
     result = "; ".join([result, *([f"ignored {ignored}"] if ignored else []), *index.warnings])
     return Check("images", result, index.count >= 2 and len(unreadable) < sample.count)

@@ -186,12 +186,12 @@ def _rows(options: argparse.Namespace, run: Path | None) -> list[dict[str, Any]]
             reason = rejected.get(row["node"], "")
             row["last error"] = reason or row["last error"]
             if row["status"] == "online":
-                row["status"] = "rejected" if reason else activities.get(row["node"], "online")
+                row["status"] = activities.get(row["node"], "online")
     return rows
 
 
 def read_reports(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[int, str], dict[int, str]]:
-    """Return what a run recorded of its devices by name, which nodes train or are late, and why nodes do not take part.
+    """Return what a run recorded of its devices by name, what nodes do in it now, and why nodes did not take part.
 
     Raise an `InputError` for a folder of another run.
     """
@@ -200,20 +200,26 @@ def read_reports(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[int, str
     if text is None or numbers is None:
         raise InputError(f"{folder} is not the run folder of a fleet; it has no {FLEET_FILE} and devices.json")
     rounds = Counter(row["client"] for row in read_jsonl(folder / "clients.jsonl", required=["client"]))
-    errors: dict[str, str] = {}
+    errors: dict[str, tuple[int, str]] = {}
     for line in read_jsonl(folder / "metrics.jsonl", required=["dropped"]):
-        errors |= {client: f"round {line['round']}: {reason}" for client, reason in line["dropped"].items()}
+        errors |= {client: (line["round"], reason) for client, reason in line["dropped"].items()}
     activities: dict[int, str] = {}
     reports = {}
     try:
         content = json.loads(text)
-        for activity in ("late", "training") if is_locked(folder) else ():
-            activities |= dict.fromkeys(content.get(activity, []), activity)
+        for client, failure in content.get("failed", {}).items():
+            errors[client] = max(errors.get(client, (0, "")), (failure["round"], failure["reason"]))
         for name, device in content["devices"].items():
             number = numbers.get(name)
-            reports[name] = _report(device, rounds=rounds[number], last_error=errors.get(str(number), ""))
+            round, reason = errors.get(str(number), (0, ""))
+            reports[name] = _report(
+                device, rounds=rounds[number], last_error=f"round {round}: {reason}" if reason else ""
+            )
         rejected = {int(node): reason for node, reason in content.get("rejected", {}).items()}
-        return reports, activities, rejected if is_locked(folder) else {}  # a device may have been repaired since
+        if is_locked(folder):  # else nodes may have been repaired since
+            for activity in ("late", "training", "rejected"):
+                activities |= dict.fromkeys(map(int, content.get(activity, [])), activity)
+        return reports, activities, rejected
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise corrupt_file_error(file, "it is not JSON that a run writes") from error
 

@@ -305,6 +305,25 @@ def check_setup(values: Mapping[str, Any]) -> None:
         )
 
 
+def graph_parameters(settings: SecureAggregationSettings, graph: SharingGraph) -> dict[str, Any]:
+    """Return the parameters of the graph and of the masks that the server proposes."""
+    return {
+        "sample_num": graph.clients,
+        "share_num": graph.shares,
+        "threshold": graph.threshold,
+        MASK_GENERATOR: settings.mask_generator,
+    }
+
+
+def refusal_of_devices(settings: SecureAggregationSettings, graph: SharingGraph) -> str | None:
+    """Return the reason for which devices with the default limits refuse the graph; None if they accept it."""
+    try:
+        check_limits(graph_parameters(settings, graph), Limits())
+    except RequestRefused as reason:
+        return str(reason)
+    return None
+
+
 def check_limits(values: Mapping[str, Any], limits: Limits) -> None:
     """Refuse parameters that protect less than an edge client requires; raises `RequestRefused`."""
     clients, shares, threshold = values["sample_num"], values["share_num"], values["threshold"]

@@ -22,7 +22,7 @@ from fedssl.secure_aggregation.flower_internals import (
     bytes_to_public_key,
     generate_shared_key,
 )
-from fedssl.secure_aggregation.graph import SharingGraph, graph_for, random_neighbors
+from fedssl.secure_aggregation.graph import SharingGraph, graph_for, graph_parameters, random_neighbors
 from fedssl.secure_aggregation.masks import add_mask, dequantized_mean
 from fedssl.secure_aggregation.protocol import (
     COLLECT,
@@ -50,7 +50,11 @@ SendMessages = Callable[[list[Message]], Iterable[tuple[Message, Message]]]  # y
 
 
 class TooFewParticipants(RunError):
-    """Fewer clients replied than are needed to remove the masks."""
+    """Fewer clients replied than are needed to remove the masks; ``dropped`` are reasons by node."""
+
+    def __init__(self, message: str, dropped: Mapping[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.dropped = dropped or {}
 
 
 class _InvalidReply(Exception):
@@ -139,12 +143,9 @@ class _Round:
         graph, settings, result = self._graph, self._settings, self._result
         self._neighbors = random_neighbors(list(contents), graph.neighbors)
         proposal = {
-            "sample_num": graph.clients,
-            "share_num": graph.shares,
-            "threshold": graph.threshold,
+            **graph_parameters(settings, graph),
             "clipping_range": float(settings.clipping_range),
             "max_weight": float(self._max_weight),
-            MASK_GENERATOR: settings.mask_generator,
             **SECAGG_PARAMETERS,
         }
         with self._phase(SETUP):
@@ -235,11 +236,12 @@ class _Round:
                 remedy = f"a smaller aggregation.min_updates and {remedy}"
             enough, needed = len(valid) >= fewest, f"{fewest} are"
         if not enough:
-            listed = "; ".join(dict.fromkeys([*self._result.dropped.values(), *reasons.values()]))
-            texts = sanitize_line(listed, max_chars=500)
+            dropped = {**self._result.dropped, **reasons}
+            texts = sanitize_line("; ".join(dict.fromkeys(dropped.values())), max_chars=500)
             raise TooFewParticipants(
                 f"too few clients completed secure aggregation: {len(valid)} of {graph.clients} after the phase "
-                f"{phase}, and {needed} needed ({texts}); {remedy}"
+                f"{phase}, and {needed} needed ({texts}); {remedy}",
+                dropped,
             )
 
     @contextmanager

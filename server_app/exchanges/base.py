@@ -18,7 +18,11 @@ from strategies.types import Aggregator
 
 
 class TooFewUpdatesError(RunError):
-    """A round has fewer usable updates than it needs."""
+    """A round has fewer usable updates than it needs; ``dropped`` are reasons by client."""
+
+    def __init__(self, message: str, *, dropped: Mapping[int, str]) -> None:
+        super().__init__(message)
+        self.dropped = dropped
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from fedssl.config.settings import Settings
 from fedssl.errors import InputError
 from fedssl.logs import log
 from fedssl.rules import Problem, Rule
-from fedssl.secure_aggregation.graph import describe_graph, graph_for, privacy_parameters
+from fedssl.secure_aggregation.graph import describe_graph, graph_for, privacy_parameters, refusal_of_devices
 from fedssl.secure_aggregation.masks import SEED_BITS
 from fedssl.secure_aggregation.protocol import (
     MAX_CLIENTS,
@@ -81,7 +81,8 @@ class SecureExchange(WallClockExchange):
                 min_clients=sent.policy.min_updates,
             )
         except TooFewParticipants as reason:
-            raise TooFewUpdatesError(f"round {sent.round}: {reason}") from reason
+            by_client = {sent.clients[node]: problem for node, problem in reason.dropped.items()}
+            raise TooFewUpdatesError(f"round {sent.round}: {reason}", dropped=by_client) from reason
         layers = apply_delta(start.layers, self._mean.delta)
         for node, problem in self._mean.unused_shares.items():
             log.warning("round %d: the shares of client %d are not used: %s", sent.round, sent.clients[node], problem)
@@ -158,7 +159,10 @@ def with_largest_weight(settings: Settings, strategy: FedSSLStrategy, *, images:
             "secure aggregation weights clients by their numbers of images, at most %d, and reveals the sum of these",
             secure.max_weight,
         )
-    log.info(describe_graph(secure, graph_for(secure, settings.clients_per_round)))
+    graph = graph_for(secure, settings.clients_per_round)
+    log.info(describe_graph(secure, graph))
+    if images is None and (reason := refusal_of_devices(secure, graph)):
+        log.warning("devices whose limits.yaml allows no less refuse to train: %s", reason)
     return replace(settings, secure_aggregation=secure)
 
 

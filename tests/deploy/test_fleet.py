@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import ssl
 import tarfile
@@ -170,6 +171,7 @@ def test_a_run_survives_failures_of_its_devices(image_folders, tmp_path):
         fedssl.send_signal(signal.SIGINT)
         output = fedssl.communicate()[0]
         assert fedssl.returncode == 130, output
+        assert f"fedssl: stopped; continue with: fedssl {shlex.join(running.engine)} resume={run}" in output
         listed = running.flwr("list", "fleet", "--format", "json")
         assert json.loads(listed[listed.index("{") :])["runs"][0]["status"] == "finished:stopped"
         until((run / "summary.json").exists, "the ServerApp has ended")

@@ -292,6 +292,7 @@ def test_numbers_are_given_in_the_order_of_places_and_names():
     ("overrides", "sentence"),
     [
         (["method=supervised", "method.num_classes=2"], "Supervised needs labels, and edge clients share no list"),
+        (["local_epochs=0"], "no device would train; set local_epochs=1 or more"),
         (["calibration=auxiliary"], "uses a share of the clients' images, which stay on the devices"),
         (["optimizer._target_=torch.optim.RMSprop"], "a _target_ was changed or a node deleted"),
     ],

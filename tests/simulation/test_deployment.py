@@ -1,5 +1,8 @@
 """``fedssl engine=deployment``: rejections before submission; tests/deploy has real fleets."""
 
+import contextlib
+import shlex
+
 import httpx
 import pytest
 from flwr.proto.control_pb2 import StreamLogsResponse
@@ -203,6 +206,31 @@ def test_the_superlink_may_restart_twice_before_a_run_starts(monkeypatch, capsys
     run = deployment._Run(None, 7, engine=EngineSettings(name="deployment", address="127.0.0.1:8000"))
     assert run.follow().sub_status == "completed"
     assert capsys.readouterr().out.count("has not started") == 1
+
+
+@pytest.mark.parametrize("folder", [None, "/runs/one"])
+def test_a_stopped_run_has_a_command_that_continues_it(folder, monkeypatch, tmp_path):
+    """Each setting of the engine is submitted once, with absolute paths."""
+    monkeypatch.chdir(tmp_path)
+    words, started, stopped = ["engine=deployment", "engine.signing_key=own.key", "rounds=2"], [], []
+    control = deployment.control_internals
+    monkeypatch.setattr(control, "start_run", lambda control, app, *, overrides: started.append(overrides) or 1)
+    monkeypatch.setattr(control, "stop_run", lambda control, run_id: stopped.append(run_id))
+    monkeypatch.setattr(control, "run_status", lambda control, run_id: RunStatus(status="finished"))
+    monkeypatch.setattr(deployment, "control_api", lambda engine: contextlib.nullcontext())
+
+    def follow(run):
+        run.folder = folder
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(deployment._Run, "follow", follow)
+    with pytest.raises(KeyboardInterrupt) as stop:
+        deployment.run_deployment(words, engine=compose(words).engine)
+    own = f"engine.signing_key={tmp_path / 'own.key'}"
+    assert stopped == [1]
+    assert list(map(shlex.split, started)) == [[words[0], f"engine.signing_key='{tmp_path / 'own.key'}'", words[2]]]
+    command = f"; continue with: fedssl engine=deployment engine.address=127.0.0.1:8000 {own} resume={folder}"
+    assert str(stop.value) == (command if folder else "")
 
 
 @pytest.mark.parametrize("every", ["0", "2", "null"])

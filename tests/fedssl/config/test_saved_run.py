@@ -88,6 +88,9 @@ def test_the_resuming_command_repeats_what_folders_may_not_set(tmp_path):
     folder.mkdir()
     (folder / "overrides.yaml").write_text("""[seed=3, "dataset.cache='/my data'", tracker.uri=x]""")
     assert resume_command(folder) == f"fedssl 'dataset.cache=/my data' tracker.uri=x 'resume={folder}'"
+    fleet = ["engine=deployment", "engine.signing_key=/a.key", "engine.root_certificates=/ca.crt"]
+    (folder / "overrides.yaml").write_text(f"[seed=3, {', '.join(fleet)}]")
+    assert resume_command(folder) == f"fedssl {' '.join(fleet)} 'resume={folder}'"
     (folder / "overrides.yaml").write_text("[seed=")
     assert resume_command(folder) == f"fedssl 'resume={folder}'"
 

@@ -134,16 +134,31 @@ def test_percentiles_of_tensors_are_those_of_files():
     ("images", "message"),
     [
         (torch.rand(2, 3, 16, 16), r"torch.float32 of shape \(2, 3, 16, 16\), .* \(255 \* images\).round\(\)"),
-        (torch.zeros(2, 1, 16, 16, dtype=torch.uint8), r"trained on torch.uint8 of shape \(batch, 3, height, width\)"),
+        (
+            torch.zeros(2, 1, 16, 16, dtype=torch.uint8),
+            r"torch.uint8 or torch.uint16 of shape \(batch, 3, height, width\)",
+        ),
         (torch.zeros(16, 16, dtype=torch.uint8), r"torch.uint8 of shape \(16, 16\)"),
-        (np.zeros((16, 16, 3), np.uint8), "images are a ndarray"),
-        ([], "images are a list"),
+        (
+            np.zeros((16, 16, 3), np.uint8),
+            r"array of uint8 and shape \(16, 16, 3\), .*; convert it with torch.from_numpy",
+        ),
+        ([], "images are an empty list, .*; give one image or more"),
     ],
     ids=["float", "gray", "no channels", "NumPy", "empty"],
 )
 def test_other_images_are_refused(images, message):
     with pytest.raises(InputError, match=message):
         PLAIN(images)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
+    broken = tmp_path / "broken.png"
+    broken.write_text("no image")
+    with pytest.raises(InputError, match=r"broken.png cannot be read \(it is no image of .*\); give another file"):
+        PLAIN([broken])
+    with pytest.raises(InputError, match=r"gone.png cannot be read \(No such file or directory\)"):
+        PLAIN(str(tmp_path / "gone.png"))
 
 
 SIZE = 32

@@ -6,6 +6,7 @@ import pytest
 
 from fedssl.fleet import checks
 from fedssl.fleet.kit import make_kit, write_kit
+from tests.devices import write_images
 from tests.fedssl.fleet.conftest import Answer
 
 
@@ -27,6 +28,12 @@ def test_the_disk_of_the_states_is_checked(setup, device, tmp_path, monkeypatch)
     free[tmp_path / "disk"] = 10**8
     status, text = device("status", f"folder={tmp_path / 'device'}")
     assert (status, f"FAILED  100 MB free in {states}" in text) == (1, True), text
+
+
+def test_a_sample_of_many_images_is_checked(tmp_path):
+    assert checks._check_images(write_images(tmp_path / "few", 39)).result == f"39 in {tmp_path / 'few'}"
+    text = f"45 in {tmp_path / 'many'}, of which 23 were checked"
+    assert checks._check_images(write_images(tmp_path / "many", 45)).result == text
 
 
 @pytest.mark.parametrize(("answer", "passed"), [(404, True), (500, False), (502, False)])

@@ -196,15 +196,19 @@ def test_a_report_joins_the_files_of_a_run(tmp_path):
     (tmp_path / "clients.jsonl").write_text("".join(json.dumps({"round": r, **row}) + "\n" for r in (1, 3)))
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"round": 2, "dropped": {"0": "it diverged"}}) + "\n")
     reports, activities, rejected = cli.read_reports(tmp_path)
-    assert (activities, rejected) == ({}, {})  # which may have changed since the end
+    assert (activities, rejected) == ({}, {8: "has no images"})  # nodes may have been repaired since the end
     known = {"fedssl": "", "flwr": "", "torch": "", "torchvision": "", "python": ""}
     garden = {"images": 9, "free MB": None, "rounds": 2, "last error": "round 2: it diverged"}
     shed = {"images": 3, "free MB": 812, "rounds": 0, "last error": ""}
     assert reports == {"garden": garden | known | versions, "shed": shed | known}
     with acquire_lock(tmp_path):  # the run is active
-        assert cli.read_reports(tmp_path)[1:] == ({5: "training"}, {8: "has no images"})
+        assert cli.read_reports(tmp_path)[1] == {5: "training", 8: "rejected"}
         (tmp_path / "fleet.json").write_text(json.dumps(fleet | {"training": []}))
-        assert cli.read_reports(tmp_path)[1] == {5: "late"}
+        assert cli.read_reports(tmp_path)[1] == {5: "late", 8: "rejected"}
+    for round, last in ((1, "round 2: it diverged"), (3, "round 3: no reply")):  # of an attempt without metrics
+        failed = {"0": {"round": round, "reason": "no reply"}}
+        (tmp_path / "fleet.json").write_text(json.dumps(fleet | {"failed": failed}))
+        assert cli.read_reports(tmp_path)[0]["garden"]["last error"] == last
     with pytest.raises(InputError, match="is not the run folder of a fleet"):
         cli.read_reports(tmp_path / "other")
 

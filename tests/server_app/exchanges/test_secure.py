@@ -1,6 +1,7 @@
 """Secure aggregation: the server sees a sum, the right one, and of nobody more."""
 
 import io
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,7 @@ from server_app.round import Round
 from server_app.training_loop import run_round
 from simulation.run import run
 from strategies.types import ServerState
-from tests.devices import FORM, Devices, context, write_images
+from tests.devices import FORM, Devices, context, run_server_app, write_images, write_places
 from tests.federation import Federation, finish
 from tests.runs import read_lines, read_summary
 
@@ -262,6 +263,30 @@ def test_devices_that_give_sums_only_train_in_a_secure_run(tmp_path):
     components = build_run(grid, compose([*overrides, f"output_dir={tmp_path / 'run'}"]))
     _, report = run_round(components.make_exchange(grid, no_activity), lambda: components.federation, ServerState())
     assert [row.client for row in report.clients] == [0, 1, 2]
+
+
+def test_a_graph_that_devices_refuse_is_changed_on_resume(tmp_path):
+    """Without dropouts of the server, two of four neighbors suffice; with those of the devices, all four are needed."""
+    folder = tmp_path / "run"
+    grid = Devices(
+        *(
+            context(data_path=place, state_path=tmp_path / "states", client_name=place.name)
+            for place in write_places(tmp_path / "images", "abcd")
+        )
+    )
+    overrides = [*FORM, "encoder.width=4", "local_epochs=1", "rounds=1", "threads=1", *SECURE, "checkpoint_every=1"]
+    overrides += ["evaluation=none", "final_evaluation=none", "collapse_images=0", "measure_resources=false"]
+    weak = "secure aggregation of 4 clients with 2 neighbors and a threshold of 2 has 1.58 security bits"
+    with pytest.raises(RunError, match=f"round 1: too few clients completed secure aggregation: .*{weak}"):
+        run_server_app(grid, [*overrides, "secure_aggregation.dropout_fraction=0", f"output_dir={folder}"])
+    assert f"devices whose limits.yaml allows no less refuse to train: {weak}" in (folder / "run.log").read_text()
+    failed = json.loads((folder / "fleet.json").read_text())["failed"]
+    assert {client: failure["round"] for client, failure in failed.items()} == dict.fromkeys("0123", 1)
+    assert all(weak in failure["reason"] for failure in failed.values())
+    run_server_app(grid, [f"resume={folder}", "secure_aggregation.dropout_fraction=0.2"])
+    (line,) = read_lines(folder / "metrics.jsonl")
+    assert (line["clients"], line["dropped"]) == (4, {})
+    assert (folder / "run.log").read_text().count("limits.yaml") == 1
 
 
 @pytest.mark.parametrize(("every", "is_deployment", "refused"), [(5, True, True), (1, True, False), (5, False, False)])
