@@ -161,10 +161,11 @@ class _RoundCounter:
 
     def _reply_bytes(self, sent: _Sent, *, state_rounds: tuple[int, int]) -> int:
         components, slot, images = self._components, sent.slot, self._num_images[sent.slot.client]
+        plan = TrainPlan.from_content(sent.content)
         layers, arrays = sent.start.expected_upload.layers, sent.start.expected_arrays.layers
         # An integer has 7 bits in a byte of Flower's records, and one for the sign.
         lengths = tuple(value.bit_length() // 7 for value in (sent.round, images, *state_rounds))
-        key = (*layers, slot.variants, lengths)
+        key = (*layers, slot.variants, lengths, tuple(plan.metrics))
         if key not in self._sizes:
             reply = replace(
                 self._update,
@@ -173,7 +174,7 @@ class _RoundCounter:
                 num_examples=images,
                 state_rounds=state_rounds,
             )
-            content = reply.to_content(TrainPlan.from_content(sent.content), components.context.codec)
+            content = reply.to_content(plan, components.context.codec)
             self._sizes[key] = content_bytes(content)
         return self._sizes[key]
 

@@ -96,6 +96,8 @@ def plan_jobs(folder: Path, overrides: Sequence[str], options: Mapping[str, Any]
     file, given = folder / STATE_FILE, by_key(with_experiment_values(overrides))
     given.pop(FOLDER_KEY, None)
     options = {name: value for name, value in options.items() if name in SAVED_OPTIONS}
+    if options.get("reduction_factor", 0) is None:  # without pruning no earlier number of rounds has an effect
+        options = {"min_rounds": None, **options}
     own = possible_values([*given.values()], options)
     earlier = _read_state(file, replaced=options.keys())
     inherited = not_in(earlier.overrides, given.values())

@@ -177,7 +177,7 @@ def choices_with(key: str) -> str:
         for file in files
         if file.is_file() and _has(OmegaConf.to_container(OmegaConf.load(file)), name.split("."))
     ]
-    return f", but {group}={'|'.join(having)} has it" if having else ""
+    return f", but {group}={'|'.join(having)} has it: select it, or leave out {key}" if having else ""
 
 
 def _has(node: Any, parts: Sequence[str]) -> bool:

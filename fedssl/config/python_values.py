@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from fedssl.config.literal import literal_values
 from fedssl.config.overrides import parse, to_text
 from fedssl.errors import InputError
 
@@ -30,13 +31,14 @@ def to_overrides(texts: Sequence[str], settings: Mapping[str, Value]) -> list[st
             raise InputError(f"{text!r} is not a text such as 'rounds=5'; give values by keyword, e.g. rounds=5")
         if re.match("--?[a-z]", text):
             raise InputError(f"{text} is a flag of the command line; call fedssl.run for each run, with settings only")
-    for override in parse(texts):
+    literal = literal_values(texts)
+    for override in parse(literal):
         if override.is_sweep_override():
             raise InputError(f"{override.input_line} has several values; call fedssl.run in a loop, once for each")
-    overrides = [*texts, *_overrides({name.replace("__", "."): value for name, value in settings.items()})]
-    if of_sweep := [override for override in overrides if override.lstrip("+~").startswith(_OF_SWEEPS)]:
+    given = list(_overrides({name.replace("__", "."): value for name, value in settings.items()}))
+    if of_sweep := [override for override in (*texts, *given) if override.lstrip("+~").startswith(_OF_SWEEPS)]:
         raise InputError(f"{of_sweep[0]} is an option of the command line's sweeps and runs; leave it out")
-    return overrides
+    return [*literal, *given]
 
 
 def _overrides(settings: Mapping[str, Value]) -> Iterator[str]:

@@ -44,7 +44,9 @@ def validate_config(config: DictConfig) -> None:
 def _check_groups(config: DictConfig) -> None:
     for group, (key, choice, other) in _GROUP_REQUIREMENTS.items():
         if config[group][key] is not None and other not in config[group]:
-            raise InputError(f"{group}.{key}={config[group][key]} needs {group}={choice}; add it")
+            raise InputError(
+                f"{group}.{key}={config[group][key]} needs {group}={choice}; add it, or leave out {group}.{key}"
+            )
         if config[group][key] is None and other in config[group]:
             raise InputError(f"{group}.{key}=null disables {group}={choice}; set a value, or {group}=none")
 

@@ -133,7 +133,7 @@ def _partition(settings: PartitionSettings, image_data: ImageData) -> Partition:
         if not reasons:
             raise
         raise InputError(
-            f"{' and '.join(reasons)} of {num_images} images leaves the clients {len(rows)}; lower it, or: {error}"
+            f"{error} ({' and '.join(reasons)} of {num_images} images leaves the clients {len(rows)})"
         ) from error
     partition = result if isinstance(result, Partition) else Partition(result)
     groups = partition.groups

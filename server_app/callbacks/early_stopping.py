@@ -98,7 +98,8 @@ def monitor_is_a_result(parts: RunParts) -> Problem:
     if phases > 1:
         return (
             f"early_stopping.monitor={rule.monitor} would stop a schedule of {phases} stages before its last; set "
-            "early_stopping.monitor=null or schedule=end_to_end"
+            "schedule=end_to_end, or early_stopping.monitor=null early_stopping.patience=null "
+            "early_stopping.threshold=null"
         )
     problem = None if parts.result_units() else evaluation_problem(settings.data)
     if problem:

@@ -51,7 +51,10 @@ def test_a_run_ends_early_and_goes_on(folders):
             r"early_stopping.threshold=92 but knn is in \[0, 1\]; for 92% set early_stopping.threshold=0.92",
         ),
         (["early_stopping.min_delta=1.5"], r"early_stopping.min_delta=1.5 but knn is in \[0, 1\]"),
-        (["schedule=layer_wise", "rounds=4"], "schedule of 4 stages"),
+        (
+            ["schedule=layer_wise", "rounds=4"],
+            r"of 4 stages before its last; set schedule=end_to_end, or( early_stopping.\w+=null){3}$",
+        ),
         (
             ["dataset.splits.test=null"],
             "early_stopping.monitor=knn needs evaluations; the data set has no labeled test",

@@ -229,6 +229,17 @@ class TestBadInput:
         with pytest.raises(InputError, match=message):
             pruning_of(state, state.jobs_in(tmp_path))
 
+    def test_a_continued_sweep_keeps_no_rounds_of_the_rungs(self, tmp_path):
+        options = {"metric": "knn", "reduction_factor": 2, "min_rounds": 1}
+        state = plan_jobs(tmp_path, [*QUICK, "evaluate_every=1", "seed=0,1"], options)
+        assert pruning_of(state, state.jobs_in(tmp_path)).rungs
+        state.save(tmp_path)
+        continued = plan_jobs(tmp_path, [], {"reduction_factor": None})
+        assert pruning_of(continued, continued.jobs_in(tmp_path)) is None
+        wrong = plan_jobs(tmp_path, [], {"reduction_factor": None, "min_rounds": 2})
+        with pytest.raises(InputError, match="sweep.min_rounds=2 has no effect without pruning"):
+            pruning_of(wrong, wrong.jobs_in(tmp_path))
+
     def test_a_rejected_sweep_leaves_no_folder(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         for option, message in [

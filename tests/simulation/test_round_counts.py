@@ -54,6 +54,7 @@ def planned(tmp_path, monkeypatch):
     [
         ["method=orchestra", "wire_dtype=int8"],  # a server side, and differences
         pytest.param(["method=byol", "strategy=fedu", "wire_dtype=fp16"], marks=pytest.mark.heavy),  # parts, a state
+        ["strategy=l_dawa", "strategy.warmup_rounds=1", "rounds=3"],  # the metrics of replies change
         pytest.param(["schedule=layer_wise", "method=byol"], marks=pytest.mark.heavy),  # phases
         pytest.param(["schedule=layer_wise", "strategy=scaffold"], marks=pytest.mark.heavy),  # arrays of the strategy
         ["schedule=progressive", "calibration=auxiliary", "calibration.epochs=0"],  # all stages, in every round

@@ -85,7 +85,7 @@ def test_every_file_composes(overrides):
         (["precision=fp8"], r"precision=fp8 must be fp32 or bf16; the default is fp32"),
         (["threads=0"], r"threads=0 must be an integer from 1 to 1024, or null; the default is null"),
         (["calibration.when=end"], r"calibration.when=end needs calibration=auxiliary"),
-        (["privacy.clip_norm=1"], r"privacy.clip_norm=1 needs privacy=central; add it"),
+        (["privacy.clip_norm=1"], r"privacy.clip_norm=1 needs privacy=central; add it, or leave out privacy.clip_norm"),
         (
             ["secure_aggregation.clipping_range=8"],
             r"secure_aggregation.clipping_range=8 needs secure_aggregation=secagg_plus; add it",
@@ -102,7 +102,7 @@ def test_every_file_composes(overrides):
         (["seed=1", "rounds =3"], r"the command line cannot be parsed at 'rounds =3'; write key=value without a space"),
         (["lr=0.1"], r"there is no setting 'lr'; did you mean optimizer.lr; `fedssl"),
         (["batchsize=3"], r"there is no setting 'batchsize'; did you mean batch_size; `fedssl"),
-        (["dataset.path=/x"], r"there is no setting 'dataset.path', but dataset=.*folder.* has it; `fedssl"),
+        (["dataset.path=/x"], r"no setting 'dataset.path', but dataset=.*folder.* has it: select it, or leave out da"),
         (["method=SimCLR"], r"method=SimCLR does not exist; did you mean simclr or"),
         (["seed=0,1"], r"^seed=0,1 has several values; set one, or a list as seed=\[...\], or add -m to the command"),
         (["seed=range(0,3)"], r"^seed=range\(0,3\) has several values"),

@@ -37,6 +37,8 @@ TEXTS = [
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_texts_are_kept(text):
+    (path,) = parse(to_overrides([f"dataset.path=/{text}"], {}))
+    assert path.value() == f"/{text}".strip()  # as on the command line
     (path, names) = parse(to_overrides([], {"dataset.path": f"/{text}", "x": [text, text]}))
     assert path.value() == f"/{text}"
     assert names.value() == [text, text]
