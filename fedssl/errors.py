@@ -77,6 +77,11 @@ def error_of_path(error: OSError) -> InputError | RunError | None:
     return RunError(sentence) if error.errno in DISK_ERRORS else InputError(sentence)
 
 
+def disk_remedy(error: OSError) -> str:
+    """Return what to do about a folder that cannot be written."""
+    return "make the disk writable" if error.errno == errno.EROFS else _REMEDIES.get(error.errno or 0, "check the disk")
+
+
 def shortened(items: Iterable[object], *, maximum: int = _MAX_LISTED) -> str:
     """Return the first items in a line, and the number of others."""
     texts = [str(item) for item in items]

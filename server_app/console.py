@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Column
 
 from fedssl.config.saved_run import resume_command
-from fedssl.errors import DISK_ERRORS, RunError, sanitize
+from fedssl.errors import DISK_ERRORS, RunError, disk_remedy, sanitize
 from fedssl.evaluation.scores import Score
 from fedssl.logs import log
 
@@ -302,7 +302,7 @@ def disk_errors_as_run_error(folder: Path) -> Iterator[None]:
 def disk_error(folder: Path, error: OSError) -> RunError:
     """Return the error of a run folder that cannot be written any more."""
     remedy = f"continue with {resume_command(folder)}" if (folder / "config.yaml").exists() else "start the run again"
-    return RunError(f"{folder} cannot be written ({error.strerror or error}); free disk space, then {remedy}")
+    return RunError(f"{folder} cannot be written ({error.strerror or error}); {disk_remedy(error)}, then {remedy}")
 
 
 @contextmanager

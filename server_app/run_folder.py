@@ -1,6 +1,7 @@
 """The run folder on disk: its files, its lock, what a run starts from, and what a resumed run removes."""
 
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,8 +18,9 @@ from fedssl.locks import PROBE_SECONDS, lock
 from fedssl.logs import log
 from fedssl.plots.partition import partition_table
 from fedssl.runs.manifest import JSONL_FILES, LineFile, Manifest, read_manifest, remove_later_versions, write_manifest
-from fedssl.runs.run import FLEET_FILE, LOCK_FILE
+from fedssl.runs.run import FLEET_FILE, LOCK_FILE, read_run
 from fedssl.runs.snapshots import remove_later_snapshots
+from fedssl.runs.verify import last_checkpoint
 from fedssl.safe_io import MAX_LINES_BYTES, read_text, sanitize_line
 from fedssl.text_table import to_csv
 from fedssl.wire.records import EXACT, record_bytes
@@ -177,13 +179,23 @@ class RunFolder:
             )
         write_text(file, f"{found}\n")
 
+    def _start_state(self) -> ServerState:
+        """Return the state before the first round; `InputError` if a run has lost its checkpoints."""
+        lost = last_checkpoint(read_run(self.path)) if self._settings.resumed is not None else 0
+        if lost:
+            raise InputError(
+                f"{self.checkpoints} has no checkpoint, but round {lost} of the run had one; restore it from a copy, "
+                f"or start a new run (fedssl-evaluate run={shlex.quote(str(self.path))} evaluates the encoder)"
+            )
+        return ServerState()
+
     def restore(self, schema: StateSchema | None = None) -> ServerState:
         """Return the state of the newest valid checkpoint, and remove everything that was written after it.
 
         Partial files of a killed process are removed as well. ``schema`` is as in `latest_checkpoint`.
         """
         remove_partial_files(self.path)
-        state = latest_checkpoint(self.checkpoints, schema, recoveries=self.recoveries) or ServerState()
+        state = latest_checkpoint(self.checkpoints, schema, recoveries=self.recoveries) or self._start_state()
         done = state.round
         if done > self._rounds:
             raise InputError(f"rounds={self._rounds} but the run has completed {done}; set rounds={done} or more")

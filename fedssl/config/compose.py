@@ -56,6 +56,7 @@ def resolve_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]
         )
     config, choices = compose_config(overrides)
     _check_used(config, overrides)
+    _check_choices(config, choices)
     check_types(config, defaults)
     validate_config(config)
     add_import_path(search_folders(overrides))
@@ -85,6 +86,17 @@ def _check_used(config: DictConfig, overrides: Sequence[str]) -> None:
     for key in map(str, config.keys() - known):
         if f"${{{key}" not in OmegaConf.to_yaml(compose_unresolved(overrides)[0]):
             raise InputError(f"there is no setting {key!r}{suggest_setting(key, known)}; `fedssl --cfg job` shows all")
+
+
+def _check_choices(config: DictConfig, choices: Mapping[str, str]) -> None:
+    """Raise `InputError` for a choice without a class, in a group whose choices have one."""
+    for key in _defaults(())[0]:
+        group, _, name = key.partition(".")
+        if name == "_target_" and name not in config[group]:
+            raise InputError(
+                f"{group}={choices[group]} has no _target_; add a line with the dotted name of its class to its file, "
+                "such as _target_: package.module.Class"
+            )
 
 
 def _make_absolute(config: DictConfig) -> None:

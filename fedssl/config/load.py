@@ -108,6 +108,12 @@ def load_settings(overrides: Sequence[str]) -> Settings:
     if changed:
         listed = shortened((f"{key}={old} (now {new})" for key, (old, new) in changed.items()), maximum=8)
         raise InputError(f"resume={folder} was run with {listed}; keep the settings, or start a new run")
+    if config.threads != saved["threads"]:
+        log.warning(
+            "threads=%d, but the run had threads=%d: results differ in their last bits",
+            config.threads,
+            saved["threads"],
+        )
     recorded = [*overrides, *(override for override in sources if override.partition("=")[0] not in merged)]
     return make_settings(config, choices, overrides=recorded, resumed=saved["rounds"])
 

@@ -26,7 +26,7 @@ from fedssl.datasets.holdout import NO_LABEL, domain_rows
 from fedssl.datasets.image_index import ImageIndex, columns_at
 from fedssl.datasets.images import ImageSource, SelectedImages
 from fedssl.datasets.raster import MAXIMA
-from fedssl.datasets.sample_checks import constant_warnings
+from fedssl.datasets.sample_checks import constant_warnings, sample_of
 from fedssl.datasets.storage import Storage
 from fedssl.errors import InputError
 from fedssl.logs import log_once
@@ -148,17 +148,7 @@ def _read_split(data: DataSettings, source: str, limit: int | None) -> ImageData
     image_data: ImageData | None = data.reader.instantiate(source, limit=limit)
     if image_data is None:
         return None
-    if not isinstance(image_data.images, ImageSource):
-        raise InputError(
-            f"{data.reader.name} returns images as {type(image_data.images).__name__}; return "
-            "fedssl.datasets.images.TensorImages(images)"
-        )
-    dtype = str(image_data.images.dtype).removeprefix("torch.")
-    if dtype not in MAXIMA:
-        raise InputError(
-            f"{data.reader.name} returns images of dtype {dtype}; return {', '.join(MAXIMA)}, of which white is "
-            f"{', '.join(map(str, MAXIMA.values()))}"
-        )
+    _check_read(image_data, data)
     for warning in (*image_data.warnings, *constant_warnings(image_data.images)):
         log_once(logging.WARNING, warning)
     if image_data.labels is None:
@@ -173,3 +163,35 @@ def _read_split(data: DataSettings, source: str, limit: int | None) -> ImageData
             "or check dataset.path and dataset.label"
         )
     return image_data
+
+
+def _check_read(image_data: ImageData, data: DataSettings) -> None:
+    """Raise `InputError` unless a reader has returned images of the settings, and a label for each or none."""
+    name, kind = data.reader.name, type(image_data).__name__
+    if not isinstance(image_data, ImageData):
+        raise InputError(f"{name} returns a {kind}; return fedssl.datasets.base.ImageData(images, labels)")
+    images, labels = image_data.images, image_data.labels
+    if not isinstance(images, ImageSource):
+        raise InputError(
+            f"{name} returns images as {type(images).__name__}; return fedssl.datasets.images.TensorImages(images)"
+        )
+    dtype, expected = str(images.dtype).removeprefix("torch."), (data.channels, data.size, data.size)
+    if dtype not in MAXIMA:
+        raise InputError(
+            f"{name} returns images of dtype {dtype}; return {', '.join(MAXIMA)}, of which white is "
+            f"{', '.join(map(str, MAXIMA.values()))}"
+        )
+    if not len(images) or tuple(images.shape[1:]) != expected:
+        raise InputError(
+            f"{name} returns images of shape {tuple(images.shape)}; return one or more of shape {expected}"
+        )
+    if images.dtype == torch.float32:
+        sample = sample_of(images)
+        low, high = float(sample.min()), float(sample.max())
+        if not 0 <= low <= high <= 1:
+            raise InputError(f"{name} returns float32 images from {low:g} to {high:g}; return values in [0, 1]")
+    if labels is not None and not (
+        isinstance(labels, torch.Tensor) and labels.dtype == torch.int64 and labels.shape == (len(images),)
+    ):
+        found = f"{labels.dtype} of shape {tuple(labels.shape)}" if hasattr(labels, "shape") else type(labels).__name__
+        raise InputError(f"{name} returns labels as {found}; return torch.int64 of shape ({len(images)},), or None")

@@ -81,6 +81,9 @@ class TensorImages(ImageSource):
     """Images of a tensor, which nothing needs to be read for."""
 
     def __init__(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor) or tensor.ndim != 4:
+            found = f"of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+            raise InputError(f"images are {found}; give a tensor of shape (n, channels, height, width)")
         count, channels, height, width = tensor.shape
         self.tensor, self.shape = tensor, (count, channels, height, width)
         self.dtype, self.device = tensor.dtype, tensor.device

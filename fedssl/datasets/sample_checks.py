@@ -15,6 +15,8 @@ from fedssl.datasets.pixels import FILE_BITS, MODALITY, deep_raster
 from fedssl.datasets.raster import Raster, limits_of, unit_values
 
 if TYPE_CHECKING:  # it needs torch, which devices may lack
+    import torch
+
     from fedssl.datasets.images import ImageSource
 
 SAMPLE = 64  # images at most
@@ -22,20 +24,24 @@ _BITS = 8  # of most images
 _SMALL_PART = 4  # the maximum is small if it is below 1/4 of the range
 
 
-def constant_warnings(images: "ImageSource") -> tuple[str, ...]:
-    """Return one warning if more than half of a sample of the images have a single color, else none."""
+def sample_of(images: "ImageSource") -> "torch.Tensor":
+    """Return at most `SAMPLE` images, evenly from all."""
     import torch
 
+    return images[torch.linspace(0, len(images) - 1, min(SAMPLE, len(images))).long()]
+
+
+def constant_warnings(images: "ImageSource") -> tuple[str, ...]:
+    """Return one warning if more than half of a sample of the images have a single color, else none."""
     if images.shape[-1] == 1:
         return ()
-    rows = torch.linspace(0, len(images) - 1, min(SAMPLE, len(images))).long()
-    pixels = unit_values(images[rows]).flatten(2)
+    pixels = unit_values(sample_of(images)).flatten(2)
     constant = int((pixels.amax(dim=2) == pixels.amin(dim=2)).all(dim=1).sum())
-    if 2 * constant <= len(rows):
+    if 2 * constant <= len(pixels):
         return ()
     return (
-        f"{constant} of a sample of {len(rows)} images have a single color each: their transparent parts may have the "
-        "color of the others (set dataset.background, 0 is black), or their values a small part of the range (set "
+        f"{constant} of a sample of {len(pixels)} images have a single color each: their transparent parts may have "
+        "the color of the others (set dataset.background, 0 is black), or their values a small part of the range (set "
         "dataset.window), or the files are empty; check dataset.path",
     )
 

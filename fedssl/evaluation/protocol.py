@@ -230,7 +230,12 @@ def evaluate(protocol: EvaluationProtocol, evaluation_input: EvaluationInput, *,
 
     Results that are not finite are left out, and logged.
     """
-    scores, count = as_scores(protocol(evaluation_input, seed=seed)), len(evaluation_input.test.labels)
+    results, count = protocol(evaluation_input, seed=seed), len(evaluation_input.test.labels)
+    if not isinstance(results, Mapping):
+        raise InputError(
+            f"{type(protocol).__name__} returns a {type(results).__name__}; return a dict with a Score for each result"
+        )
+    scores = as_scores(results)
     undefined = [name for name, score in scores.items() if not math.isfinite(score.value + (score.std or 0.0))]
     if undefined:
         log.warning("results that are NaN or infinite are left out: %s", sanitize(shortened(undefined)))

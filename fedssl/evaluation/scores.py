@@ -95,7 +95,8 @@ def as_scores(results: Mapping[str, Score | float], units: Mapping[str, str] | N
     scores = {}
     for name, result in results.items():
         if isinstance(result, Score):
-            scores[name] = result
+            std = None if result.std is None else float(result.std)
+            scores[name] = replace(result, value=float(result.value), std=std)  # of a tensor or of NumPy
         elif name not in deviations:
             scores[name] = Score(float(result), units.get(name, ACCURACY), deviations.get(name + _STD_SUFFIX))
     return scores
@@ -144,7 +145,7 @@ def format_table(results: Mapping[str, Mapping[str, Score]]) -> str:
     """
     units = {name: unit for column in results.values() for name, unit in units_of(column).items()}
     if not units:
-        return "nothing was evaluated: there is no protocol"
+        return "nothing was evaluated: no result is finite, or there is no protocol"
     images = num_test_images(results.values())
     body = [
         [

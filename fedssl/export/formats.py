@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedssl.errors import InputError, RunError
+from fedssl.errors import InputError, RunError, disk_remedy
 from fedssl.export.encoder_file import load_encoder
 from fedssl.export.huggingface import run_huggingface, write_huggingface
 from fedssl.export.onnx import MEASURED, QuantizedModel, compare, quantize, run_onnx, write_onnx
@@ -87,9 +87,9 @@ def staging_folder(target: Path) -> Iterator[Path]:
         with TemporaryDirectory(dir=target.parent, prefix=".fedssl-export-") as folder:
             yield Path(folder)
     except OSError as error:
-        reason = error.strerror or error
         raise InputError(
-            f"{target} cannot be written ({reason}); free disk space, or choose another target with output="
+            f"{target} cannot be written ({error.strerror or error}); {disk_remedy(error)}, or choose another target "
+            "with output="
         ) from error
 
 

@@ -330,5 +330,7 @@ def build_method(model: ModelSettings) -> SSLMethod:
                 "stages; set schedule=end_to_end or tuning=full"
             )
         method: SSLMethod = model.method.instantiate(encoder=encoder)
+    if getattr(method, "encoder", None) is not encoder:
+        raise InputError(f"{model.method.name} has no encoder; call super().__init__(encoder) in its constructor")
     method.rounds, method.seed = model.schedule.rounds, model.seed
     return method

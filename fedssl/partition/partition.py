@@ -136,10 +136,28 @@ def _partition(settings: PartitionSettings, image_data: ImageData) -> Partition:
             f"{error} ({' and '.join(reasons)} of {num_images} images leaves the clients {len(rows)})"
         ) from error
     partition = result if isinstance(result, Partition) else Partition(result)
+    parts = _checked_parts(
+        partition.client_indices, num_images=len(rows), num_clients=settings.num_clients, name=settings.rule.name
+    )
     groups = partition.groups
     if groups is not None:
         groups = torch.full((num_images,), -1).index_copy(0, shared, groups)
-    return replace(partition, client_indices=[rows[part] for part in partition.client_indices], groups=groups)
+    return replace(partition, client_indices=[rows[part] for part in parts], groups=groups)
+
+
+def _checked_parts(parts: Sequence[np.ndarray], *, num_images: int, num_clients: int, name: str) -> list[np.ndarray]:
+    """Return the indices that a rule returns, int64; `InputError` unless each image has at most one of all clients."""
+    if len(parts) != num_clients:
+        raise InputError(
+            f"{name} returns the images of {len(parts)} clients; return those of num_clients={num_clients}"
+        )
+    kinds = {np.asarray(part).dtype.kind for part in parts if len(part)}
+    indices = np.concatenate([np.empty(0, np.int64), *parts])
+    if not kinds <= {"i", "u"} or ((indices < 0) | (indices >= num_images)).any():
+        raise InputError(f"{name} returns other indices than 0 to {num_images - 1}; return integers, arrays of NumPy")
+    if len(indices) and np.bincount(indices.astype(np.int64)).max() > 1:
+        raise InputError(f"{name} assigns an image to several clients; assign each to one")
+    return [np.asarray(part, dtype=np.int64) for part in parts]
 
 
 def rows_of_clients(clients: np.ndarray, num_clients: int) -> list[np.ndarray]:

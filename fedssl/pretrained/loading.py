@@ -40,7 +40,8 @@ _REMEDIES = {
     "are missing": {
         _CLASS: "set encoder.pool=mean",
         _REGISTERS: _SET_REGISTERS,
-        rf".*\.({_STATISTICS})": "set encoder.norm=group",
+        rf".*\.({_STATISTICS})": "set encoder.norm=group, or, if they were trained with batch normalization, save "
+        "network.state_dict(), which has its statistics",
     },
     "are unexpected": {
         _CLASS: "set encoder.pool=token",
@@ -201,6 +202,12 @@ def _remedy(encoder: Encoder, problems: Mapping[str, Collection[str]]) -> str:
             "it is the encoder of a run with tuning=adapter, which no other run can start from; set encoder.weights to "
             "the source of that run"
         )
+    missing, all_statistics = (
+        [name for name in names if re.fullmatch(rf".*\.({_STATISTICS})", name) and not name.endswith(_COUNTER)]
+        for names in (problems["are missing"], encoder.state_dict())
+    )
+    if 0 < len(missing) < len(all_statistics):
+        return "they have the statistics of some layers only; save all tensors of network.state_dict()"
     remedies = dict.fromkeys(
         next((remedy for pattern, remedy in _REMEDIES.get(kind, {}).items() if re.fullmatch(pattern, name)), None)
         for kind, name in found

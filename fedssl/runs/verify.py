@@ -19,10 +19,16 @@ class Verification:
 
     problems: tuple[str, ...]
     intact: tuple[int, ...]
+    has_settings: bool = True  # whether the settings can be read
+    has_begun: bool = True  # whether the run has a checkpoint, or has had one
 
     @property
     def recovery(self) -> str:
         """Return what a resumed run can start from."""
+        if not self.has_settings:
+            return "without its settings the run cannot be resumed"
+        if not self.has_begun:
+            return "resume starts with round 1"
         if not self.intact:
             return "no checkpoint is intact: the run cannot be resumed"
         return f"resume continues after round {self.intact[-1]}"
@@ -36,25 +42,32 @@ def verify_run(folder: Path) -> Verification:
     """
     if not any((folder / name).exists() for name in RUN_MARKERS):
         raise InputError(f"{folder} is not a run folder; `fedssl-runs list` shows all runs")
-    problems = [*_settings_problems(folder)]
+    problems, run = [*_override_problems(folder)], None
+    try:
+        run = read_run(folder)
+        problems += _run_problems(run)
+    except InputError as error:
+        problems.append(str(error))
+    has_settings = not list(_override_problems(folder)) and run is not None and bool(run.settings)
     problems += [*_base_problems(folder), *_encoder_problems(folder), *_archive_problems(folder)]
     checkpoints = {round: list(_checkpoint_problems(folder, round)) for round in saved_rounds(folder / "checkpoints")}
     for round, found in checkpoints.items():
         problems += [f"checkpoint of round {round}: {problem}" for problem in found]
-    return Verification(tuple(problems), tuple(round for round, found in checkpoints.items() if not found))
+    intact = tuple(round for round, found in checkpoints.items() if not found)
+    has_begun = bool(checkpoints) or run is None or last_checkpoint(run) > 0
+    return Verification(tuple(problems), intact, has_settings, has_begun)
 
 
-def _settings_problems(folder: Path) -> Iterator[str]:
+def _override_problems(folder: Path) -> Iterator[str]:
     try:
-        read_overrides(folder / "overrides.yaml")  # those of the summary are the same
+        if read_overrides(folder / "overrides.yaml") is None:  # those of the summary are the same
+            yield "overrides.yaml is missing"
     except InputError as error:
         yield str(error)
-    try:
-        run = read_run(folder)
-        incomplete = run.incomplete_files
-    except InputError as error:
-        yield str(error)
-        return
+
+
+def _run_problems(run: Run) -> Iterator[str]:
+    folder, incomplete = run.folder, run.incomplete_files
     if not run.settings:
         yield "config.yaml is missing or empty"
     if run.summary is None and not run.running:
@@ -63,13 +76,13 @@ def _settings_problems(folder: Path) -> Iterator[str]:
         yield "encoder.pt is missing"
     if run.value("encoder.weights") not in ("", "null") and not (folder / INITIAL_ENCODER_FILE).exists():
         yield f"{INITIAL_ENCODER_FILE} is missing, without which the run cannot be resumed"
-    if not run.running and max(saved_rounds(folder / "checkpoints"), default=0) < _last_checkpoint(run):
-        yield f"the checkpoint of round {_last_checkpoint(run)} is missing"
+    if not run.running and max(saved_rounds(folder / "checkpoints"), default=0) < last_checkpoint(run):
+        yield f"the checkpoint of round {last_checkpoint(run)} is missing"
     for problem in incomplete:
         yield problem.removeprefix(f"{folder}/")
 
 
-def _last_checkpoint(run: Run) -> int:
+def last_checkpoint(run: Run) -> int:
     """Return the round of a run's last checkpoint; 0 for none. A killed run may lack that of its last round."""
     every = run.value("checkpoint_every")
     if run.finished or not every.isdecimal() or every == "0":
@@ -92,7 +105,7 @@ def _base_problems(folder: Path) -> Iterator[str]:
 
     base = folder / BASE_FOLDER
     expected = {file.stem for file in base.glob("*.safetensors")}
-    with suppress(InputError):  # which `_settings_problems` yields
+    with suppress(InputError):  # which `verify_run` reports
         summary = read_run(folder).summary or {}
         expected |= {str(digest) for key, digest in summary.get("base", {}).items() if key == "digest"}
     for digest in sorted(expected - set(stored_digests([base]))):

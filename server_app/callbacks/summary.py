@@ -67,8 +67,8 @@ class Summary(Callback):
                 *(self._settings.pause_after, resume_command(self._folder.path)),
             )
         elif end.status == "finished":
-            reason = missing_evaluations(self._settings).get("final_evaluation", "there is no protocol")
-            table = format_table(end.final) if end.final else f"nothing was evaluated: {reason}"
+            missing = missing_evaluations(self._settings).get("final_evaluation")
+            table = f"nothing was evaluated: {missing}" if missing and not end.final else format_table(end.final or {})
             log.info("%s\nresults are in %s", table, self._folder.path)
 
     def _reason(self, end: RunEnd) -> str | None:

@@ -75,7 +75,7 @@ def test_a_run_set_back_has_the_bits_of_another(places, tmp_path):
     """The server loses rounds 3 and 4. When they are repeated, one device is away in round 3."""
     overrides, folder = STRATEGIES["scaffold"], tmp_path / "set back"
     expected = train(tmp_path / "once", places, overrides, loses((3,), trains=False))
-    run = train(folder, places, overrides)
+    run = train(folder, places, [*overrides, "keep_checkpoints=4"])
     for version in (3, 4):
         for file in (run / "checkpoints").glob(f"round-{version:06}*"):
             file.unlink()

@@ -123,6 +123,24 @@ def test_without_an_intact_checkpoint_the_run_is_refused_and_unchanged(tmp_path,
     assert before == contents(folder)
 
 
+def test_a_run_without_its_checkpoints_is_unchanged(tmp_path, three_rounds):
+    """Its rounds would be trained again, and its results would be gone. One that had none yet starts again."""
+    folder = shutil.copytree(three_rounds, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints")
+    before = contents(folder)
+    with pytest.raises(InputError, match=r"checkpoints has no checkpoint, but round 3 of the run had one; restore it"):
+        run([f"resume={folder}", "rounds=4"])
+    assert contents(folder) == before
+    assert verify_run(folder).recovery == "no checkpoint is intact: the run cannot be resumed"
+    for name in ("summary.json", "metrics.jsonl"):
+        (folder / name).unlink()
+    assert verify_run(folder).recovery == "resume starts with round 1"
+    (folder / "overrides.yaml").unlink()
+    found = verify_run(folder)
+    assert found.problems[0] == "overrides.yaml is missing"
+    assert found.recovery == "without its settings the run cannot be resumed"
+
+
 def test_a_missing_checkpoint_and_missing_initial_weights_are_found(tmp_path, three_rounds):
     folder = shutil.copytree(three_rounds, tmp_path / "run")
     for suffix in ("pt", "json"):

@@ -181,7 +181,7 @@ class TestResume:
         assert settings.recording.run_id == OmegaConf.load(folder / "config.yaml").run_id
         assert load_settings(settings.recording.overrides) == settings
 
-    def test_keeps_the_threads_on_other_numbers_of_cores(self, tmp_path, monkeypatch):
+    def test_keeps_the_threads_on_other_numbers_of_cores(self, tmp_path, monkeypatch, caplog):
         """The number of threads decides the order of sums."""
         monkeypatch.setattr(process, "available_cores", lambda: 3)
         save_run(compose(["dataset=cifar10"]).recording, tmp_path)
@@ -191,8 +191,13 @@ class TestResume:
         settings = load_settings([f"resume={tmp_path}"])
         assert settings.machine.threads == 3
         assert load_settings(settings.recording.overrides).machine.threads == 3
+        assert not caplog.messages
         for explicit, threads in (("threads=2", 2), ("threads=null", 1), ("++threads=2", 2)):
             assert load_settings([f"resume={tmp_path}", explicit]).machine.threads == threads
+            assert (
+                caplog.messages[-1]
+                == f"threads={threads}, but the run had threads=3: results differ in their last bits"
+            )
         assert compose_evaluation(["threads=2"], run=tmp_path).machine.threads == 2
 
     def test_takes_paths_of_which_earlier_versions_kept_the_parents(self, tmp_path):

@@ -161,6 +161,12 @@ class TestTargets:
         assert "\n" not in str(caught.value)
         assert f"strategy._target_={target}" in str(caught.value)
 
+    def test_a_choice_without_one_is_refused(self, tmp_path):
+        (tmp_path / "method").mkdir()
+        (tmp_path / "method" / "mine.yaml").write_text("weight: 1\n")
+        with pytest.raises(InputError, match="^method=mine has no _target_; add a line with the dotted name of"):
+            compose(words_for(tmp_path, "method=mine"))
+
     def test_of_the_current_folder_are_found_with_a_config_folder(self, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "path", list(sys.path))
         (tmp_path / "here_only.py").write_text(MODULE)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from fedssl.config.settings import DataSettings
 from fedssl.datasets.base import ImageData, Split
 from fedssl.datasets.holdout import NO_LABEL
 from fedssl.datasets.images import TensorImages
+from fedssl.errors import InputError
 from fedssl.evaluation.few_labels import FewLabels
 from fedssl.evaluation.knn import KNN
 from fedssl.evaluation.labeled_images import LabeledImages
@@ -144,9 +146,28 @@ class Undefined(FineTuned):
         return {"r2": math.nan, "error": Score(1.0, "m", std=math.inf), "knn": 0.5}
 
 
+class Returning(FineTuned):
+    def __init__(self, results):
+        self.results = results
+
+    def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> Mapping[str, Score | float]:
+        return self.results
+
+
 def test_results_that_are_not_finite_are_left_out(caplog: pytest.LogCaptureFixture):
     assert evaluate(Undefined(), evaluation_input(None), seed=0) == {"knn": Score(0.5)}
     assert caplog.messages == ["results that are NaN or infinite are left out: r2, error"]
+
+
+@pytest.mark.parametrize("number", [torch.tensor(0.5), np.float32(0.5)], ids=["torch", "NumPy"])
+def test_scores_are_plain_numbers(number):
+    (score,) = evaluate(Returning({"knn": Score(number, std=number)}), evaluation_input(None), seed=0).values()
+    assert (type(score.value), type(score.std), score.value) == (float, float, 0.5)
+
+
+def test_a_protocol_without_results_is_refused():
+    with pytest.raises(InputError, match="^Returning returns a NoneType; return a dict with a Score for each result"):
+        evaluate(Returning(None), evaluation_input(None), seed=0)
 
 
 def test_a_protocol_may_train_the_encoder():

@@ -317,14 +317,17 @@ def test_missing_packages_are_named_with_what_installs_them(run: Path, monkeypat
     assert capsys.readouterr().err == told
 
 
-def test_a_full_disk_is_one_sentence_without_leftovers(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize(
+    ("code", "remedy"), [(errno.ENOSPC, "free disk space"), (errno.EROFS, "make the disk writable")]
+)
+def test_a_full_disk_is_one_sentence_without_leftovers(tmp_path: Path, monkeypatch, code: int, remedy: str):
     source = source_of(tmp_path, SMALL)
 
     def full(source: ExportSource, file: Path) -> None:
         file.write_bytes(b"a part of it")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setitem(FORMATS, "safetensors", dataclasses.replace(FORMATS["safetensors"], write=full))
-    with pytest.raises(InputError, match="cannot be written .No space left on device.; free disk space"):
+    with pytest.raises(InputError, match=rf"cannot be written \({os.strerror(code)}\); {remedy}, or"):
         export(source, "safetensors", tmp_path / "encoder.safetensors")
     assert [one.name for one in tmp_path.iterdir()] == ["encoder.pt"]

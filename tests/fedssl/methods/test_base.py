@@ -1,5 +1,6 @@
 """Heads and methods: what trains, what follows, what is kept, and the loss that comes out."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from fedssl.config.load import compose
+from fedssl.config.settings import Component
 from fedssl.errors import InputError
 from fedssl.losses import barlow_twins, barlow_twins_unbiased, nt_xent, nt_xent_one_sided
 from fedssl.methods.barlow_twins import BarlowTwins
@@ -198,6 +200,21 @@ def test_the_heads_of_papers(name: str) -> None:
     assert widths(method.projector) == projector
     assert not predictor or widths(method.predictor) == predictor
     assert {key: getattr(method, key) for key in numbers} == numbers
+
+
+class Headless(SimCLR):
+    """A user's method that forgets its encoder."""
+
+    def __init__(self, encoder) -> None:
+        nn.Module.__init__(self)
+        self.net = encoder
+
+
+def test_a_method_without_its_encoder_is_refused() -> None:
+    model = compose(["encoder.width=4"]).model
+    custom = replace(model, method=Component({"_target_": f"{__name__}.Headless"}))
+    with pytest.raises(InputError, match=r"Headless has no encoder; call super\(\).__init__\(encoder\)"):
+        build_method(custom)
 
 
 def test_no_paper_is_forgotten() -> None:

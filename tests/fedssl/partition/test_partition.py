@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from fedssl.config.load import compose
+from fedssl.config.settings import Component
 from fedssl.datasets.base import ImageData
 from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError
 from fedssl.partition.partition import client_indices, make_partition, server_indices
-from fedssl.partition.partitioners import skew
+from fedssl.partition.partitioners import PartitionInput, skew
 from tests.fedssl.partition.made import partition_input
 
 IMAGES = ImageData(TensorImages(torch.zeros(60, 1, 1, 1, dtype=torch.uint8)), torch.arange(2).repeat_interleave(30))
@@ -35,6 +36,33 @@ def test_server_images_belong_to_no_client():
     assert np.array_equal(np.sort(np.concatenate([kept, *parts])), np.arange(60))
     assert np.array_equal(kept, server_indices(60, share=0.25, seed=7))
     assert not np.array_equal(kept, server_indices(60, share=0.25, seed=8))
+
+
+def custom(data: PartitionInput, *, parts: list[list[float]]) -> list[np.ndarray]:
+    """Return the given indices, as a rule of a user does."""
+    return [np.array(part) for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("parts", "sentence"),
+    [
+        ([[0, 1], [1, 2]], "custom assigns an image to several clients; assign each to one"),
+        (
+            [[0, 1]],
+            "custom returns the images of 1 clients; return those of num_clients=2",
+        ),
+        ([[0, 1], [60]], "custom returns other indices than 0 to 59; return integers"),
+        ([[0, 1], [-1]], "other indices than 0 to 59"),
+        ([[0.5], [1]], "other indices than 0 to 59"),
+    ],
+)
+def test_what_a_rule_returns_is_checked(parts, sentence):
+    settings = compose([*WORDS, "partition=iid"]).partition
+    rule = Component({"_target_": f"{__name__}.custom", "parts": parts})
+    with pytest.raises(InputError, match=sentence):
+        make_partition(replace(settings, rule=rule), IMAGES)
+    valid = Component({"_target_": f"{__name__}.custom", "parts": [[], [3, 1]]})
+    assert [part.tolist() for part in client_indices(replace(settings, rule=valid), IMAGES)] == [[], [3, 1]]
 
 
 def test_the_last_partition_is_kept_for_equal_settings():

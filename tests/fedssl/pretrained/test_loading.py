@@ -104,7 +104,11 @@ def test_weights_of_another_encoder(content, message, tmp_path):
         ({}, {"pool": "mean"}, "set encoder.pool=token"),
         ({"pool": "mean"}, {}, "set encoder.pool=mean"),
         ({}, {"norm": "group"}, "set encoder.norm=batch"),
-        ({"norm": "group"}, {}, "set encoder.norm=group"),
+        (
+            {"norm": "group"},
+            {},
+            r"set encoder.norm=group, or, if they were .*, save network.state_dict\(\), which has .*",
+        ),
     ],
 )
 def test_the_setting_that_the_weights_need_is_named(theirs, changes, remedy, tmp_path):
@@ -113,6 +117,13 @@ def test_the_setting_that_the_weights_need_is_named(theirs, changes, remedy, tmp
     file = save(build(**theirs).state_dict(), tmp_path)
     with pytest.raises(InputError, match=f"; {remedy}$"):
         load_pretrained(build(**changes), file)
+
+
+def test_weights_without_some_statistics_are_incomplete(tmp_path):
+    weights = conv_small(channels=3, size=8, width=4).state_dict()
+    del weights["blocks.0.1.running_var"]
+    with pytest.raises(InputError, match=r"they have the statistics of some layers only; save all tensors of network"):
+        load_pretrained(conv_small(channels=3, size=8, width=4), save(weights, tmp_path))
 
 
 def test_the_official_dinov2_with_registers(tmp_path):

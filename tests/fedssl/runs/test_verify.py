@@ -12,6 +12,7 @@ from tests.runs import flip_bit, write_run
 def test_an_encoder_of_the_users_package_is_read_completely(tmp_path: Path):
     folder = write_run(tmp_path / "run", [], final={})
     (folder / "config.yaml").write_text("seed: 0\n")
+    (folder / "overrides.yaml").write_text("[]\n")
     file = folder / "encoder.pt"
 
     def save(target: str) -> None:
