@@ -305,20 +305,22 @@ def check_setup(values: Mapping[str, Any]) -> None:
         )
 
 
-def graph_parameters(settings: SecureAggregationSettings, graph: SharingGraph) -> dict[str, Any]:
-    """Return the parameters of the graph and of the masks that the server proposes."""
+def proposed_parameters(settings: SecureAggregationSettings, graph: SharingGraph) -> dict[str, Any]:
+    """Return the parameters that the server proposes, apart from the largest weight."""
     return {
         "sample_num": graph.clients,
         "share_num": graph.shares,
         "threshold": graph.threshold,
+        "clipping_range": float(settings.clipping_range),
         MASK_GENERATOR: settings.mask_generator,
+        **SECAGG_PARAMETERS,
     }
 
 
 def refusal_of_devices(settings: SecureAggregationSettings, graph: SharingGraph) -> str | None:
     """Return the reason for which devices with the default limits refuse the graph; None if they accept it."""
     try:
-        check_limits(graph_parameters(settings, graph), Limits())
+        check_limits(proposed_parameters(settings, graph), Limits())
     except RequestRefused as reason:
         return str(reason)
     return None

@@ -22,7 +22,7 @@ from fedssl.secure_aggregation.flower_internals import (
     bytes_to_public_key,
     generate_shared_key,
 )
-from fedssl.secure_aggregation.graph import SharingGraph, graph_for, graph_parameters, random_neighbors
+from fedssl.secure_aggregation.graph import SharingGraph, graph_for, proposed_parameters, random_neighbors
 from fedssl.secure_aggregation.masks import add_mask, dequantized_mean
 from fedssl.secure_aggregation.protocol import (
     COLLECT,
@@ -30,7 +30,6 @@ from fedssl.secure_aggregation.protocol import (
     MASK_GENERATOR,
     MIN_CLIENTS,
     SECAGG_CONFIG_KEY,
-    SECAGG_PARAMETERS,
     SEED_BYTES,
     SETUP,
     SHARE_KEYS,
@@ -142,12 +141,7 @@ class _Round:
     def run(self, contents: Mapping[int, RecordDict]) -> SecureMean:
         graph, settings, result = self._graph, self._settings, self._result
         self._neighbors = random_neighbors(list(contents), graph.neighbors)
-        proposal = {
-            **graph_parameters(settings, graph),
-            "clipping_range": float(settings.clipping_range),
-            "max_weight": float(self._max_weight),
-            **SECAGG_PARAMETERS,
-        }
+        proposal = {**proposed_parameters(settings, graph), "max_weight": float(self._max_weight)}
         with self._phase(SETUP):
             nodes = self._exchange(SETUP, {node: _record(proposal) for node in contents}, self._read_publics)
         with self._phase(SHARE_KEYS):
