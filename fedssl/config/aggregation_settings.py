@@ -2,11 +2,6 @@
 
 from dataclasses import dataclass
 
-# Settings of this module that a resumed run may change: they decide which clients a round may lose, not its result.
-_GRAPH = ("dropout_fraction", "corrupted_fraction", "security_bits", "correctness_bits", "neighbors", "threshold")
-RESUMABLE_KEYS = {"aggregation.round_deadline", "aggregation.max_retries"}
-RESUMABLE_KEYS |= {f"secure_aggregation.{name}" for name in _GRAPH}
-
 
 @dataclass(frozen=True, kw_only=True)
 class AggregationSettings:

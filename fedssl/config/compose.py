@@ -16,13 +16,12 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from fedssl.config import aggregation_settings
 from fedssl.config.constraint_table import CONSTRAINTS
 from fedssl.config.constraints import group_of
 from fedssl.config.hydra_internals import ChoiceSweep, Override, apply_overrides, initialized_hydra
 from fedssl.config.literal import absolute_setting
 from fedssl.config.overrides import CONF, check_choices, choices_with, config_groups, parse, suggest_setting
-from fedssl.config.settings import statistic_of_channels
+from fedssl.config.settings import DROPOUT_KEYS, statistic_of_channels
 from fedssl.config.statistics_settings import request_statistics
 from fedssl.config.targets import SEARCHPATH_KEY, add_import_path, check_targets, normalize, search_folders
 from fedssl.config.validation import check_types, validate_config
@@ -37,7 +36,7 @@ RESUMABLE_KEYS = {
     *("evaluate_personalized", "adaptation_epochs"),
     *("checkpoint_every", "keep_checkpoints", "pause_after", "snapshot_every"),
     *("dataset.cache", "dataset.storage", "calibration.dataset.cache", "calibration.dataset.storage"),
-    *aggregation_settings.RESUMABLE_KEYS,
+    *DROPOUT_KEYS,
 }
 RESULT_KEYS = {
     *("rounds", "early_stopping", "aggregation.round_deadline"),

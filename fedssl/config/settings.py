@@ -26,6 +26,14 @@ CLIENT_SETTINGS = [
 # Settings of ``conf/encoder`` that only the server reads.
 SERVER_ENCODER_KEYS = ("weights",)
 
+# Settings that a resumed run may change, because they decide which clients a round may lose.
+_GRAPH = ("dropout_fraction", "corrupted_fraction", "security_bits", "correctness_bits", "neighbors", "threshold")
+DROPOUT_KEYS = {
+    "aggregation.round_deadline",
+    "aggregation.max_retries",
+    *(f"secure_aggregation.{name}" for name in _GRAPH),
+}
+
 
 @dataclass(frozen=True)
 class Component:

@@ -317,15 +317,6 @@ def proposed_parameters(settings: SecureAggregationSettings, graph: SharingGraph
     }
 
 
-def refusal_of_devices(settings: SecureAggregationSettings, graph: SharingGraph) -> str | None:
-    """Return the reason for which devices with the default limits refuse the graph; None if they accept it."""
-    try:
-        check_limits(proposed_parameters(settings, graph), Limits())
-    except RequestRefused as reason:
-        return str(reason)
-    return None
-
-
 def check_limits(values: Mapping[str, Any], limits: Limits) -> None:
     """Refuse parameters that protect less than an edge client requires; raises `RequestRefused`."""
     clients, shares, threshold = values["sample_num"], values["share_num"], values["threshold"]

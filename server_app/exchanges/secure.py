@@ -10,10 +10,18 @@ from fedssl.arrays import NO_COSINES
 from fedssl.config.aggregation_settings import SecureAggregationSettings
 from fedssl.config.constraint_table import MIN_IMAGES
 from fedssl.config.settings import Settings
-from fedssl.errors import InputError
+from fedssl.errors import InputError, RequestRefused
+from fedssl.fleet.limits import Limits
 from fedssl.logs import log
 from fedssl.rules import Problem, Rule
-from fedssl.secure_aggregation.graph import describe_graph, graph_for, privacy_parameters, refusal_of_devices
+from fedssl.secure_aggregation.graph import (
+    SharingGraph,
+    check_limits,
+    describe_graph,
+    graph_for,
+    privacy_parameters,
+    proposed_parameters,
+)
 from fedssl.secure_aggregation.masks import SEED_BITS
 from fedssl.secure_aggregation.protocol import (
     MAX_CLIENTS,
@@ -164,6 +172,15 @@ def with_largest_weight(settings: Settings, strategy: FedSSLStrategy, *, images:
     if images is None and (reason := refusal_of_devices(secure, graph)):
         log.warning("devices whose limits.yaml allows no less refuse to train: %s", reason)
     return replace(settings, secure_aggregation=secure)
+
+
+def refusal_of_devices(settings: SecureAggregationSettings, graph: SharingGraph) -> str | None:
+    """Return the reason for which devices with the default limits refuse the graph; None if they accept it."""
+    try:
+        check_limits(proposed_parameters(settings, graph), Limits())
+    except RequestRefused as reason:
+        return str(reason)
+    return None
 
 
 def single_updates_stay_secret(settings: Settings) -> Problem:
