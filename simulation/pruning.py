@@ -64,13 +64,12 @@ def check_metric(metric: str, jobs: Sequence[Settings], *, final: bool) -> None:
 
     names: dict[str, None] = {}
     for job in jobs:
-        if metric == RANKME:
-            names |= dict.fromkeys([RANKME] if job.evaluation.every and job.evaluation.collapse_images else [])
-        else:
+        if metric != RANKME:
             evaluator = Evaluator(job.evaluation, data=job.data, rounds=1, device=torch.device("cpu"), seed=0)
             units = evaluator.result_units(final=final)
             has_classifier = units and locate(job.model.method.target).uses_labels
             names |= dict.fromkeys([*units, CLASSIFIER] if has_classifier else units)
+        names |= dict.fromkeys([RANKME] if job.evaluation.every and job.evaluation.collapse_images else [])
         if metric in names:
             return
     if not jobs:
@@ -80,7 +79,7 @@ def check_metric(metric: str, jobs: Sequence[Settings], *, final: bool) -> None:
             "sweep.metric=rankme is measured in evaluated rounds, and evaluate_every or collapse_images is 0; set "
             "e.g. evaluate_every=5 collapse_images=256"
         )
-    listed, group = ", ".join([*names, RANKME]), "final_evaluation" if final else "evaluation"
+    listed, group = ", ".join(names) or "none", "final_evaluation" if final else "evaluation"
     raise InputError(
         f"sweep.metric={metric} is not a result of {group}, which gives {listed}; choose one of these, or set {group}"
     )

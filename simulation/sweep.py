@@ -97,7 +97,8 @@ def sweep_lock(folder: Path) -> Iterator[None]:
             (folder / LOCK_FILE).unlink(missing_ok=True)
             with suppress(OSError):  # they are not empty
                 folder.rmdir()
-                folder.parent.rmdir()
+                if folder.parent.name == "multirun":  # else it may be a folder of the user
+                    folder.parent.rmdir()
         raise
     finally:
         if stream is not None:

@@ -66,7 +66,7 @@ class Preprocess:
         lowest, highest = self.percentiles or (0, 100)
         limits = [self.window or percentiles_of(image.cpu().numpy(), (lowest, highest)) for image in values]
         low, high = values.new_tensor(limits).T[..., None, None, None]
-        unit: Tensor = (values - low) / (high - low)
+        unit = torch.where(high > low, (values - low) / (high - low), 0.0)  # as of files with equal percentiles
         return unit.nan_to_num(0).clamp(0, 1).float()
 
     def _unit_values(self, images: Any) -> Tensor:

@@ -91,11 +91,12 @@ def setup(options: argparse.Namespace) -> int:
     _warn_of_readers(folder / KEY)
     if kit.private_key is not None:
         _warn_of_readers(options.kit)
-    print(f"\n{_shared(folder)}\n\n{folder} has the key and the configuration.", flush=True)
-    if options.start:
-        start(folder)
+    print(f"\n{_shared(_limits_file(folder))}\n\n{folder} has the key and the configuration.")
     if kit.private_key is None:
         print(f"Send {folder / f'{kit.name}.pub'} to the operator, who registers it.")
+    if options.start:
+        sys.stdout.flush()
+        start(folder)
     print(f"Start the SuperNode:\n\n  {command(folder)}\n")
     return 0
 
@@ -106,21 +107,26 @@ def status(options: argparse.Namespace) -> int:
     device = read_device(folder)
     environment = read_environment(folder)
     os.environ.update({name: value for name, value in environment.items() if name.lower() in PROXY_VARIABLES})
-    states = Path(device["states"])
+    states, limits = Path(read_owner_config(folder).get("state-path", device["states"])), _limits_file(folder)
     checks = list(run_checks(installed_kit(folder, device), Path(device["images"]), states))
     _warn_of_readers(folder / KEY)
-    print(f"{_checks(checks)}\n\n{_shared(folder)}\n\n{_budgets(folder, states)}\n\n{_history(states)}")
+    print(f"{_checks(checks)}\n\n{_shared(limits)}\n\n{_budgets(limits, states)}\n\n{_history(states)}")
     return 0 if all(check.passed for check in checks) else 1
 
 
-def _shared(folder: Path) -> str:
-    shares = read_limits(folder / "limits.yaml").share_quality
+def _limits_file(folder: Path) -> Path:
+    """Return the file of the limits, which the owner may have set."""
+    return Path(read_owner_config(folder).get("limits", folder / "limits.yaml"))
+
+
+def _shared(limits: Path) -> str:
+    shares = read_limits(limits).share_quality
     return SHARED.format(quality=", and the quality of encoders (share_quality)" if shares else "")
 
 
-def _budgets(folder: Path, states: Path) -> str:
-    """Return whether a round may start now, and the usage of the last 24 hours."""
-    limits, usage = read_limits(folder / "limits.yaml"), read_usage(states, datetime.datetime.now().astimezone())
+def _budgets(file: Path, states: Path) -> str:
+    """Return whether the limits of a file allow a round now, and the usage of the last 24 hours."""
+    limits, usage = read_limits(file), read_usage(states, datetime.datetime.now().astimezone())
     try:
         limits.check_now(states)
         start = "A round may start now."
@@ -199,14 +205,16 @@ def quality(options: argparse.Namespace) -> int:
 def start(folder: Path) -> None:
     """Replace this process by the SuperNode of a device, with a free port for its own processes.
 
-    As in the unit of ``deploy/systemd``, freed memory returns to the system at once.
+    As in the unit of ``deploy/systemd``, it has the variables of ``node.env``, and freed memory returns to the system
+    at once.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # Flower's programs
     program, *arguments = shlex.split(command(folder))
-    os.execvpe(program, [program, *arguments, "--port", str(port)], {**ALLOCATOR, **os.environ, "PATH": path})
+    environment = {**ALLOCATOR, **os.environ, **read_environment(folder), "PATH": path}
+    os.execvpe(program, [program, *arguments, "--port", str(port)], environment)
 
 
 def _checks(checks: Sequence[Check]) -> str:

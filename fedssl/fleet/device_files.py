@@ -129,7 +129,8 @@ def read_environment(folder: Path) -> dict[str, str]:
     """Return the variables in ``node.env``; raises `InputError`."""
     file = folder / "node.env"
     try:
-        words = shlex.split(read_text(file) or "", comments=True)
+        lines = (read_text(file) or "").splitlines(keepends=True)
+        words = shlex.split("".join(line for line in lines if not line.lstrip().startswith(("#", ";"))))
     except ValueError as error:  # an open quote
         raise InputError(f"{file} is damaged ({error}); {_repair(file)}") from error
     return dict(word.split("=", 1) for word in words if "=" in word)

@@ -117,9 +117,7 @@ def as_cell(value: Any) -> str:
 
 def as_metrics(view: FleetView) -> str:
     """Return the view in the text format of Prometheus."""
-    lines = []
-    for name, (description, kind) in _METRICS.items():
-        lines += [f"# HELP fedssl_{name} {description}", f"# TYPE fedssl_{name} {kind}"]
+    samples: dict[str, list[str]] = {name: [] for name in _METRICS}  # by metric: its lines stand together
     for device in view.devices:
         contact = device["last contact"]
         values = {
@@ -130,10 +128,15 @@ def as_metrics(view: FleetView) -> str:
             "rounds_total": device.get("rounds"),
         }
         labels = f'{{name={json.dumps(device["name"])},node="{device["node"]}"}}'
-        lines += [f"fedssl_device_{name}{labels} {value}" for name, value in values.items() if value is not None]
-    lines.append(f"fedssl_round {view.round}")
-    lines += [f'fedssl_bytes_total{{direction="{direction}"}} {count}' for direction, count in view.bytes.items()]
-    lines.append(f"fedssl_alerts {len(view.alerts)}")
+        for name, value in values.items():
+            samples[f"device_{name}"] += [f"{labels} {value}"] if value is not None else []
+    samples["round"].append(f" {view.round}")
+    samples["bytes_total"] += [f'{{direction="{direction}"}} {count}' for direction, count in view.bytes.items()]
+    samples["alerts"].append(f" {len(view.alerts)}")
+    lines = []
+    for name, (description, kind) in _METRICS.items():
+        lines += [f"# HELP fedssl_{name} {description}", f"# TYPE fedssl_{name} {kind}"]
+        lines += [f"fedssl_{name}{sample}" for sample in samples[name]]
     return "\n".join(lines) + "\n"
 
 

@@ -212,7 +212,7 @@ class TestBadInput:
             (
                 [],
                 {"metric": "linear", "reduction_factor": 2},
-                "linear is not a result of evaluation, which gives knn, rank",
+                "linear is not a result of evaluation, which gives knn; choose one of these",
             ),
             (
                 ["final_evaluation=linear"],
@@ -248,6 +248,9 @@ class TestBadInput:
         ]:
             with pytest.raises(InputError, match=message):
                 cli._run_sweep([*QUICK, "seed=0,1", option])
+            with pytest.raises(InputError, match=message):
+                cli._run_sweep([*QUICK, "seed=0,1", option, "hydra.sweep.dir=sweep"])
+        assert tmp_path.is_dir()
         assert not list(tmp_path.iterdir())
 
     def test_a_pause_is_for_a_single_run(self):

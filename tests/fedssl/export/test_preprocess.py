@@ -118,12 +118,17 @@ def test_model_cards_state_the_scaling(tmp_path: Path, settings: dict[str, Any],
     assert stated in model_card(ExportSource.read(file), in_timm=False)
 
 
-def test_percentiles_of_tensors_are_those_of_files():
+def test_percentiles_of_tensors_are_those_of_files(tmp_path: Path):
     values = np.random.default_rng(0).normal(size=(2, 50, 50)).astype(np.float32)
     values[:, :3] = np.nan
     preprocess = replace(GRAY, percentiles=(10, 90))
     (black,) = preprocess.scaled(torch.from_numpy(values[:1, None, :3]))
     assert not black.any()
+    mostly = np.zeros((1, 1, 20, 20), np.uint16)
+    mostly[..., :2, :2] = 900  # 1% of the pixels: both percentiles are 0
+    file = tmp_path / "mostly.png"
+    Image.fromarray(mostly[0, 0]).save(file)
+    assert torch.equal(replace(preprocess, size=20)(torch.from_numpy(mostly)), replace(preprocess, size=20)(file))
     for number, scaled in enumerate(preprocess.scaled(torch.from_numpy(values[:, None]))):
         low, high = np.percentile(values[number, 3:].reshape(-1), (10, 90))
         expected = np.nan_to_num((values[number].astype(np.float64) - low) / (high - low)).clip(0, 1)

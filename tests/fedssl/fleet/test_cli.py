@@ -253,13 +253,17 @@ def test_setup_becomes_the_supernode(running, call, tmp_path, monkeypatch):
     assert call(device_cli, "setup", "a.kit", "images=empty", f"folder={folder}", "--start")[0] == 1
     assert call(device_cli, "setup", "a.kit", f"images={images}", f"folder={folder}")[0] == 0
     assert started == []
-    assert call(device_cli, "setup", "a.kit", f"images={images}", f"folder={folder}", "--start")[0] == 0
+    with (folder / "node.env").open("a") as file:
+        file.write("# for a GPU\nCUDA_VISIBLE_DEVICES=1\nCACHE=/data/disk#2\n")
+    status, text = call(device_cli, "setup", "a.kit", f"images={images}", f"folder={folder}", "--start")
+    assert (status, f"Send {folder / 'garden.pub'} to the operator" in text) == (0, True)
     ((program, command, environment),) = started
     *known, option, port = command
     assert known == shlex.split(device_files.command(folder))
     assert program == command[0] == "flower-supernode"
     assert option == "--port"
     assert 1024 <= int(port) < 65536
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["CACHE"]) == ("1", "/data/disk#2")
     assert environment["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
     assert (environment["MALLOC_ARENA_MAX"], environment["MALLOC_TRIM_THRESHOLD_"]) == ("3", "65536")
     unit = (DEPLOY / "systemd" / "fedssl-supernode.service").read_text()

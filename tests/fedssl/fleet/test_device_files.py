@@ -82,6 +82,16 @@ def add_entries(folder, entries):
     file.write_text(file.read_text().replace("NODE_CONFIG='", f"NODE_CONFIG='{entries} "))
 
 
+def test_the_status_reads_the_limits_of_the_owner(setup, device, folder, tmp_path):
+    assert "quality of encoders" not in setup()[1]
+    (tmp_path / "own.yaml").write_text("share_quality: true\nmax_rounds_per_day: 3\n")
+    file = folder / "node.env"
+    file.write_text(file.read_text().replace(str(folder / "limits.yaml"), str(tmp_path / "own.yaml")))
+    for _, text in (device("status", f"folder={folder}"), setup(), device("status", f"folder={folder}")):
+        assert "and the quality of encoders (share_quality)" in text
+    assert "In the last 24 hours: 0 of 3 rounds" in device("status", f"folder={folder}")[1]
+
+
 def test_a_repeated_setup_keeps_what_the_owner_added(setup, folder, tmp_path):
     assert "kept" not in setup()[1]
     default = node_config(folder)

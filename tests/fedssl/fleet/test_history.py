@@ -30,7 +30,7 @@ def test_training_refusals_and_encoders_are_recorded_and_shown(tmp_path, monkeyp
     assert text.startswith("The last events (history.jsonl):\n")
     assert len(text.splitlines()) == 7
     megabytes = 2 * line["bytes_up"] / 1e6
-    assert device_cli._budgets(tmp_path, tmp_path / "states" / "b") == (
+    assert device_cli._budgets(tmp_path / "limits.yaml", tmp_path / "states" / "b") == (
         "No round starts now: this device trains in 2 rounds per day at most (max_rounds_per_day). In the last 24 "
         f"hours: 2 of 2 rounds, {megabytes:.1f} MB sent."
     )

@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import json
+import re
 import urllib.error
 import urllib.request
 
@@ -73,6 +74,18 @@ def test_training_late_and_rejected_devices_are_online():
     assert online == [f"fedssl_device_online{{{label}}} {value}" for value in (1, 1, 1, 0, 0)]
     training = [line[-1] for line in metrics if line.startswith("fedssl_device_training{")]
     assert training == ["1", "0", "0", "0", "0"]
+
+
+def test_the_lines_of_a_metric_stand_together(run):
+    """The text format requires it: parsers lose the types of metrics otherwise."""
+    groups = as_metrics(view(run)).split("# HELP ")[1:]
+    names = [group.split(" ", 1)[0] for group in groups]
+    assert len({*names}) == len(names) == 8
+    for name, group in zip(names, groups, strict=True):
+        _, kind, *samples = group.splitlines()
+        assert kind.startswith(f"# TYPE {name} ")
+        assert samples
+        assert all(re.split("[{ ]", sample)[0] == name for sample in samples)
 
 
 def test_a_device_that_must_be_upgraded_is_an_alert():
