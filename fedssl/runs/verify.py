@@ -42,13 +42,14 @@ def verify_run(folder: Path) -> Verification:
     """
     if not any((folder / name).exists() for name in RUN_MARKERS):
         raise InputError(f"{folder} is not a run folder; `fedssl-runs list` shows all runs")
-    problems, run = [*_override_problems(folder)], None
+    unreadable, run = [*_override_problems(folder)], None
+    problems = [*unreadable]
     try:
         run = read_run(folder)
         problems += _run_problems(run)
     except InputError as error:
         problems.append(str(error))
-    has_settings = not list(_override_problems(folder)) and run is not None and bool(run.settings)
+    has_settings = not unreadable and run is not None and bool(run.settings)
     problems += [*_base_problems(folder), *_encoder_problems(folder), *_archive_problems(folder)]
     checkpoints = {round: list(_checkpoint_problems(folder, round)) for round in saved_rounds(folder / "checkpoints")}
     for round, found in checkpoints.items():
