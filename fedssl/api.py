@@ -219,22 +219,27 @@ class Run:
             from fedssl.plots.registry import draw_plots
 
             find_changes()
-            return Figures(draw_plots(read_run(self.path), names))
+            words = _words((), None, self._config_dirs, {})
+            return Figures(draw_plots(read_run(self.path), names, overrides=words))
 
     @cached_property
     def encoder(self) -> "torch.nn.Module":
         """The encoder in eval mode, a torch module with `preprocess`, see `fedssl.export.load_encoder`."""
         with _as_sentence():
-            from fedssl.config.commands import encoder_file
             from fedssl.export import load_user_encoder
 
-            several = sorted(self.path.glob("encoder-*.pt"))
-            if several:
-                raise InputError(
-                    f"{self.path} has {len(several)} encoders; load one of them with "
-                    f"fedssl.export.load_encoder({str(several[0])!r})"
-                )
-            return load_user_encoder(encoder_file(self.path), self._config_dirs)
+            return load_user_encoder(self._encoder_file("fedssl.export.load_encoder"), self._config_dirs)
+
+    def _encoder_file(self, function: str) -> Path:
+        """Return the file of the run's only encoder; `InputError` names ``function`` if there are several."""
+        from fedssl.config.commands import encoder_file
+
+        several = sorted(self.path.glob("encoder-*.pt"))
+        if several:
+            raise InputError(
+                f"{self.path} has {len(several)} encoders; load one of them with {function}({str(several[0])!r})"
+            )
+        return encoder_file(self.path)
 
     @overload
     def embed(self, images: np.ndarray, *, device: str = "auto", skip_unreadable: bool = False) -> np.ndarray: ...
@@ -253,7 +258,8 @@ class Run:
         with _as_sentence(), restored_torch():
             from fedssl.embedding import embed_path, load_embedder
 
-            embedder = load_embedder(self.path, device=device, folders=self._config_dirs)
+            file = self._encoder_file("fedssl.embedding.load_embedder")
+            embedder = load_embedder(file, device=device, folders=self._config_dirs)
             if isinstance(images, np.ndarray):
                 return embedder(images)
             if not isinstance(images, str | os.PathLike):

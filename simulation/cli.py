@@ -62,8 +62,6 @@ def _run_all() -> int:
         print(OmegaConf.to_yaml(compose_unresolved(overrides)[0]), end="")
         return 0
     is_plan, overrides = split_plan(overrides)
-    if is_sweep and {"--cfg", "-c"} & set(flags):
-        raise InputError("--cfg shows the settings of one run; remove -m and the swept values")
     if not is_sweep:
         check_single(overrides)
     if is_plan:
@@ -73,7 +71,7 @@ def _run_all() -> int:
         return 0
     if is_sweep:
         check_sweep(overrides)
-        return _run_hydra_sweep(flags, overrides) if needs_hydra(flags, overrides) else _run_sweep(overrides)
+        return _run_hydra_sweep(overrides) if needs_hydra(overrides) else _run_sweep(overrides)
     sys.argv[1:] = [*flags, *overrides]
 
     def job(hydra_settings: DictConfig) -> None:  # Hydra names the application after this file
@@ -129,7 +127,7 @@ def _plan(flags: Sequence[str], overrides: Sequence[str], *, is_sweep: bool) -> 
     """Print the cost of a run or of a new sweep, and return the exit status."""
     from simulation.cost_report import print_cost, print_sweep_cost  # slow import
 
-    if needs_hydra(flags, overrides) if is_sweep else flags:
+    if needs_hydra(overrides) if is_sweep else flags:
         raise InputError("plan=true cannot estimate what Hydra's sweepers, launchers and flags run; leave these out")
     if not is_sweep:
         print_cost(overrides)
@@ -147,7 +145,7 @@ def _plan(flags: Sequence[str], overrides: Sequence[str], *, is_sweep: bool) -> 
     return print_sweep_cost(jobs, tasks, limit=limit)
 
 
-def _run_hydra_sweep(flags: Sequence[str], overrides: Sequence[str]) -> int:
+def _run_hydra_sweep(overrides: Sequence[str]) -> int:
     """Run a sweep by another sweeper or launcher of Hydra, and return its exit status."""
     options, overrides = split_options(overrides)
     if unused := options.keys() - {"metric"}:
@@ -174,15 +172,14 @@ def _run_hydra_sweep(flags: Sequence[str], overrides: Sequence[str]) -> int:
         ]
         check_metric(metric, [compose(fixed)], final=True)
     folder = new_sweep_folder(overrides)
-    sys.argv[1:] = [*flags, *overrides, f"{FOLDER_KEY}={quote_value(str(folder))}"]
+    sys.argv[1:] = ["-m", *overrides, f"{FOLDER_KEY}={quote_value(str(folder))}"]
 
     def job(hydra_settings: DictConfig) -> float | None:
         return _run_hydra_job(metric)
 
     with sweep_lock(folder):
         run_main(job, CONF)
-        jobs = run_folders(folder)
-        return finish_sweep(folder, jobs, metric=metric) if jobs else 0  # a flag such as --info
+        return finish_sweep(folder, run_folders(folder), metric=metric)
 
 
 def _run_hydra_job(metric: str | None) -> float | None:

@@ -50,11 +50,11 @@ def split_plan(overrides: Sequence[str]) -> tuple[bool, list[str]]:
     return bool(values and values[-1]), [override for override in overrides if override not in texts]
 
 
-def needs_hydra(flags: Sequence[str], overrides: Sequence[str]) -> bool:
-    """Return whether Hydra itself must run a sweep: with its other flags, sweepers, launchers or settings."""
+def needs_hydra(overrides: Sequence[str]) -> bool:
+    """Return whether Hydra itself must run a sweep: with its sweepers, launchers or settings."""
     keys = {override.key_or_group for override in parse(overrides)}
     ours = {FOLDER_KEY, SEARCHPATH_KEY}
-    return not {"-m", "--multirun"}.issuperset(flags) or any(key.startswith("hydra") for key in keys - ours)
+    return any(key.startswith("hydra") for key in keys - ours)
 
 
 def new_sweep_folder(overrides: Sequence[str], *, create: bool = True) -> Path:

@@ -68,7 +68,7 @@ def expand_sweep(overrides: Sequence[str], groups: Mapping[str, Sequence[str]]) 
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the flags with their values, and the overrides, in any order; raise `InputError` for an unknown flag."""
+    """Return the flags with their values, and the overrides, in any order; raise `InputError` for unusable flags."""
     parser = _args_parser()
 
     def raise_error(message: str) -> NoReturn:
@@ -85,8 +85,16 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             "--config-name and --config-path are not supported; save the settings in experiment/NAME.yaml of a folder "
             "and add --config-dir FOLDER experiment=NAME"
         )
+    if namespace.shell_completion:
+        raise InputError("--shell-completion is not supported; `fedssl --help` lists groups, choices and settings")
+    actions = [name for name in ("help", "hydra_help", "cfg", "info", "run", "multirun") if getattr(namespace, name)]
+    if len(actions) > 1:
+        one, other, *_ = (f"--{name.replace('_', '-')}" for name in actions)
+        raise InputError(f"{one} and {other} exclude each other; remove one of them, and with --multirun swept values")
+    if (namespace.package or namespace.resolve) and not namespace.cfg:
+        raise InputError("--package and --resolve are of the flag --cfg; add --cfg job, or remove them")
     overrides: list[str] = namespace.overrides
-    flags = list(arguments)
+    flags = [argument for argument in arguments if argument not in ("--run", "-r")]  # which is the default
     for override in overrides:
         flags.remove(override)
     return flags, overrides

@@ -115,11 +115,9 @@ def verify(text: bytes, signature: bytes, *, certificate: bytes, authority: byte
         raise ValueError("it is not signed")
     try:
         server = x509.load_pem_x509_certificate(certificate)
-        if not any(_is_issued(server, signer) for signer in x509.load_pem_x509_certificates(authority)):
-            raise ValueError("another authority signed its certificate")
-        key = server.public_key()
-        if not isinstance(key, EllipticCurvePublicKey):
-            raise ValueError("its certificate has another kind of key")
+        key, signers = server.public_key(), x509.load_pem_x509_certificates(authority)
+        if not (isinstance(key, EllipticCurvePublicKey) and any(_is_issued(server, signer) for signer in signers)):
+            raise InvalidSignature
         key.verify(signature, text, _ALGORITHM)
     except (InvalidSignature, ValueError, TypeError) as error:
         raise ValueError("its signature is not from the server of this fleet") from error

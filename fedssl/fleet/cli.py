@@ -80,7 +80,7 @@ def invite(options: argparse.Namespace) -> str:
 
 
 def _invite(name: str, file: Path, options: argparse.Namespace) -> str:
-    certificate = user_path(options.certificates or _connection().root_certificates or "ca.crt")
+    certificate = user_path(options.certificates or _engine(options).root_certificates or "ca.crt")
     if options.with_key:
         key = new_private_key()
         with _control(options) as control:

@@ -26,6 +26,7 @@ from fedssl.atomic_files import atomic_write
 from fedssl.command_line import run_command
 from fedssl.config.commands import parse_arguments
 from fedssl.config.literal import user_path
+from fedssl.config.targets import searchpath_override
 from fedssl.errors import InputError, RequestRefused, sanitize
 from fedssl.fleet.availability import read_usage
 from fedssl.fleet.checks import Check, run_checks
@@ -107,11 +108,16 @@ def status(options: argparse.Namespace) -> int:
     device = read_device(folder)
     environment = read_environment(folder)
     os.environ.update({name: value for name, value in environment.items() if name.lower() in PROXY_VARIABLES})
-    states, limits = Path(read_owner_config(folder).get("state-path", device["states"])), _limits_file(folder)
+    states, limits = _states(folder, device), _limits_file(folder)
     checks = list(run_checks(installed_kit(folder, device), Path(device["images"]), states))
     _warn_of_readers(folder / KEY)
     print(f"{_checks(checks)}\n\n{_shared(limits)}\n\n{_budgets(limits, states)}\n\n{_history(states)}")
     return 0 if all(check.passed for check in checks) else 1
+
+
+def _states(folder: Path, device: Mapping[str, Any]) -> Path:
+    """Return the folder of the client state, which the owner may have set."""
+    return Path(read_owner_config(folder).get("state-path", device["states"]))
 
 
 def _limits_file(folder: Path) -> Path:
@@ -153,33 +159,40 @@ def _history(states: Path) -> str:
 def encoder(options: argparse.Namespace) -> int:
     """List the encoders that the server delivered, or copy or convert the newest."""
     values = _values(options.values, allowed=("folder", "output"))
-    found = _delivered(read_device(_folder(values)))
+    folder = _folder(values)
+    found = _delivered(_states(folder, read_device(folder)))
     rows = [
         (fields["run_id"], str(fields["round"]), fields["model"], "yes" if fields["signed"] else "no", str(file))
         for file, fields in found
     ]
     print(_table([("run", "round", "model", "signed", "file"), *rows], left=5))
     if "output" in values:
-        print(_copy_encoder(found[-1][0], user_path(values["output"])))
+        print(_copy_encoder(found[-1][0], user_path(values["output"]), searchpath_override(_config_dirs(folder))))
     return 0
 
 
-def _delivered(device: Mapping[str, Any]) -> list[tuple[Path, Mapping[str, Any]]]:
+def _delivered(states: Path) -> list[tuple[Path, Mapping[str, Any]]]:
     """Return the delivered encoders as `stored_encoders`, at least one; raises `InputError`."""
-    found = stored_encoders(Path(device["states"]))
+    found = stored_encoders(states)
     if not found:
-        raise InputError(f"no encoder was delivered to {device['states']}; the server sends it at the end of a run")
+        raise InputError(f"no encoder was delivered to {states}; the server sends it at the end of a run")
     return found
 
 
-def _copy_encoder(file: Path, target: Path) -> str:
+def _config_dirs(folder: Path) -> list[Path]:
+    """Return the owner's folder with own encoders, if it is set."""
+    own = read_owner_config(folder).get("config-dir")
+    return [user_path(str(own)).absolute()] if own else []
+
+
+def _copy_encoder(file: Path, target: Path, searchpath: str) -> str:
     """Copy an encoder, or convert it to ONNX if the target has that suffix."""
     if target.exists():
         raise InputError(f"{target} exists; choose another output=")
     if target.suffix == ".onnx":
         from fedssl.export.cli import run  # slow import
 
-        return run([f"encoder={file}", "format=onnx", f"output={target}"])
+        return run([f"encoder={file}", "format=onnx", f"output={target}", searchpath])
     try:
         atomic_write(target, lambda stream: stream.write(file.read_bytes()))
     except OSError as error:
@@ -190,10 +203,11 @@ def _copy_encoder(file: Path, target: Path) -> str:
 
 def quality(options: argparse.Namespace) -> int:
     """Show the label-free quality of delivered encoders on the local images."""
-    device = read_device(_folder(_values(options.values, allowed=("folder",))))
+    folder = _folder(_values(options.values, allowed=("folder",)))
+    device = read_device(folder)
     rows = [("run", "round", *METRICS)]
-    for file, fields in _delivered(device):
-        values = encoder_quality(file, Path(device["images"]))
+    for file, fields in _delivered(_states(folder, device)):
+        values = encoder_quality(file, Path(device["images"]), folders=_config_dirs(folder))
         rows.append((fields["run_id"], str(fields["round"]), *(f"{values[metric]:.3g}" for metric in METRICS)))
     print(_table(rows, left=1))
     print(

@@ -71,17 +71,21 @@ def write_plot(name: str, source: Source, folder: Path, *, formats: Sequence[str
     return None if data is None else save_figure(data, folder, name, formats=formats)
 
 
-def draw_plots(run: Run, names: Sequence[str] = ()) -> dict[str, "Figure"]:
+def draw_plots(run: Run, names: Sequence[str] = (), *, overrides: Sequence[str] = ()) -> dict[str, "Figure"]:
     """Return plots of a run by name, by default the partition and those of its end; none without data.
 
-    A plot that is named needs data.
+    A plot that is named needs data. For ``overrides`` see `load_run_folder`.
     """
     figures = {}
     for name in names or ("partition", *FINAL_PLOTS):
         if name not in PLOTS:
             raise InputError(f"there is no figure {name!r}; choose from {', '.join(PLOTS)}")
         kind = PLOTS[name]
-        sources = {"run": lambda: run.folder, "models": lambda: load_run_folder(run.folder, ()), "runs": lambda: [run]}
+        sources: dict[str, Callable[[], Source]] = {
+            "run": lambda: run.folder,
+            "models": lambda: load_run_folder(run.folder, overrides),
+            "runs": lambda: [run],
+        }
         data = kind.plot(sources[kind.source]())
         if data is None and names:
             raise InputError(kind.missing or f"{run.folder} has no data for the figure {name}; leave it out")
@@ -105,11 +109,6 @@ def write_plots(
     ``names`` are keys of `PLOTS`; empty for all plots of run folders. For ``overrides`` see `load_run_folder`. ``log``
     takes a line about every folder. Return why a plot could not be written, one line each; all others are written.
     """
-    unknown = [name for name in names if name not in PLOTS]
-    if unknown:
-        raise InputError(
-            f"--figures {unknown[0]} does not exist; choose from {', '.join(PLOTS)} (folders come before --figures)"
-        )
     wanted: dict[str, list[str]] = {"run": [], "models": [], "runs": []}  # by source
     for name, plot in PLOTS.items():
         if name in names or (not names and plot.source == "run"):

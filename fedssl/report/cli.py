@@ -11,7 +11,7 @@ runs. If some figures cannot be written, all others are, and the exit status is 
 table of a paper (`fedssl.report.paper_table`), ``--reference strategy=fedavg`` with the runs that have this choice
 instead, paired by seed (`fedssl.report.paired_table`). ``--out`` writes the tables to FILE.md or FILE.tex, the results
 to FILE.csv and the costs to FILE_costs.csv, or a page to FILE.html (`fedssl.report.html_page`); ``--watch`` repeats
-everything until all runs have ended.
+this until all runs have ended, and then writes the figures.
 """
 
 import argparse
@@ -50,40 +50,56 @@ def _run(options: argparse.Namespace) -> None:
         raise InputError("--metrics and --paper exclude each other: a paper has its own metrics; remove one of them")
     if options.reference and (options.paper or options.watch is not None):
         raise InputError("--reference compares runs that have ended; remove --paper and --watch")
-    failures = [] if options.figures is None else figures(options)
-    try:
-        report(options)
-    except InputError as error:
-        failures.append(str(error))
+    steps = [report]
+    if options.figures is not None:
+        check_figures(options)
+        steps.insert(0 if options.watch is None else 1, figures)
+    failures: list[str] = []
+    for step in steps:
+        try:
+            step(options)
+        except InputError as error:
+            failures.append(str(error))
     if failures:
-        raise InputError("; ".join(failures))
+        raise InputError("; ".join(dict.fromkeys(failures)))
 
 
-def figures(options: argparse.Namespace) -> list[str]:
-    """Write figures of the runs in folders, and return why some are missing.
+def check_figures(options: argparse.Namespace) -> None:
+    """Raise an `InputError` if figures do not exist, or their folder does not."""
+    from fedssl.plots.registry import PLOTS  # needs torch and matplotlib
 
-    Figures of several runs go to ``--into``, by default the only folder.
-    """
-    # Imported here because they need torch and matplotlib.
-    from fedssl.config.targets import expand_config_dir_flag
-    from fedssl.plots.registry import PLOTS, write_plots
-
+    unknown = [name for name in options.figures if name not in PLOTS]
+    if unknown:
+        raise InputError(
+            f"--figures {unknown[0]} does not exist; choose from {', '.join(PLOTS)} (folders come before --figures)"
+        )
     folders, into = options.folders, options.into
     together = [name for name in options.figures if name in PLOTS and PLOTS[name].source == "runs"]
     if together and into is None and len(folders) > 1:
         raise InputError(f"the figure {together[0]} is of all {len(folders)} folders; add --into FOLDER")
-    overrides = expand_config_dir_flag([f"--config-dir={folder}" for folder in options.config_dir])
     if into is not None and not into.is_dir():
         raise InputError(f"--into {into} is not a folder; create it, or choose another one")
+
+
+def figures(options: argparse.Namespace) -> None:
+    """Write figures of the runs in folders; those of several runs go to ``--into``, by default the only folder.
+
+    An `InputError` has why some are missing.
+    """
+    # Imported here because they need torch and matplotlib.
+    from fedssl.config.targets import expand_config_dir_flag
+    from fedssl.plots.registry import write_plots
+
     failures = write_plots(
-        select_metrics(find_runs(folders), options.metrics),
+        select_metrics(find_runs(options.folders), options.metrics),
         options.figures,
-        into=into or folders[0],
-        overrides=overrides,
+        into=options.into or options.folders[0],
+        overrides=expand_config_dir_flag([f"--config-dir={folder}" for folder in options.config_dir]),
         log=lambda text: print(sanitize(text), flush=True),
     )
     print()
-    return failures
+    if failures:
+        raise InputError("; ".join(failures))
 
 
 def report(options: argparse.Namespace) -> None:

@@ -106,8 +106,8 @@ def _column_order(data: TextTable) -> list[int]:
 
 
 def figures_of_all(runs: Sequence[Run]) -> list[PageImage]:
-    """Return caption and image of the figure of all runs; running ones only where no seed has finished."""
-    plotted = [run for group in _groups(runs) for run in ([run for run in group if run.finished] or group)]
+    """Return caption and image of the figure of all runs."""
+    plotted = [run for group in _groups(runs) for run in group]
     figures = []
     for name, caption in PLOTS_OF_ALL.items() if plotted else ():
         with suppress(InputError) if name in SWEPT else nullcontext():  # other settings vary
@@ -142,9 +142,8 @@ def figures_of_each(runs: Sequence[Run]) -> list[PageImage]:
 
 
 def _groups(runs: Sequence[Run]) -> list[list[Run]]:
-    """Group finished and running runs that differ only in their seed, finished ones first."""
-    alive = [run for run in runs if run.finished or run.running]
-    return [group.runs for group in group_by_seed(sorted(alive, key=lambda run: not run.finished))]
+    """Group runs that differ only in their seed: the finished ones, or the running ones where none has finished."""
+    return [group.runs for group in group_by_seed([run for run in runs if run.finished or run.running])]
 
 
 def _cached_svg(file: Path, plot: str) -> str:

@@ -13,7 +13,7 @@ from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score
 from fedssl.machine.process import default_threads
 from fedssl.plain_values import flatten
-from fedssl.runs.groups import OWN_KEYS, all_compared_settings, group_runs, newest_of_each_seed, same_value
+from fedssl.runs.groups import MAIN, OWN_KEYS, compared_settings, group_runs, newest_of_each_seed, same_value
 from fedssl.runs.run import LABEL_FREE, Run, read_run, run_folders
 
 DEFAULT_FOLDERS = (Path("runs"), Path("multirun"))
@@ -106,7 +106,7 @@ def rank_runs(runs: Iterable[Run], metric: str, *, each: bool = False) -> list[R
             f"there are {', '.join(known) or 'none'}"
         )
     ranked = []
-    settings_of = all_compared_settings(with_result)
+    settings_of = compared_settings(with_result, always=MAIN)
     for group in group_runs(with_result, (lambda run: {"folder": str(run.folder)}) if each else settings_of):
         members = newest_of_each_seed(group.runs)
         members.sort(key=lambda run: goodness(metric, known_scores[run.folder]), reverse=True)

@@ -50,18 +50,27 @@ def group_runs(runs: Iterable[Run], settings_of: Callable[[Run], dict[str, str]]
 
 
 def group_by_seed(runs: Sequence[Run]) -> list[RunGroup]:
-    """Group runs that differ only in their seed, one run per seed; ``settings`` are those in which groups differ."""
+    """Group runs that differ only in their seed, one run per seed; ``settings`` are those in which groups differ.
+
+    Of a group with a finished run, all others are left out.
+    """
     groups = group_runs(runs, compared_settings(runs, always=MAIN))
     keys = varying([group.settings for group in groups])
-    return [RunGroup({key: group.settings[key] for key in keys}, newest_of_each_seed(group.runs)) for group in groups]
+    return [
+        RunGroup(
+            {key: group.settings[key] for key in keys},
+            newest_of_each_seed([run for run in group.runs if run.finished] or group.runs),
+        )
+        for group in groups
+    ]
 
 
 def newest_of_each_seed(runs: Iterable[Run]) -> list[Run]:
-    """Keep the newest run of each seed, a finished one if there is one; log a warning if others have other results."""
+    """Keep the newest run of each seed; log a warning if others have other results."""
     of_seed: dict[str, list[Run]] = {}
     for run in runs:
         of_seed.setdefault(run.seed, []).append(run)
-    newest = [max(same, key=lambda run: (run.finished, run.date)) for same in of_seed.values()]
+    newest = [max(same, key=lambda run: run.date) for same in of_seed.values()]
     for used in newest:
         for run in of_seed[used.seed]:
             if differing := differing_results(run, used):
@@ -104,19 +113,6 @@ def compared_settings(
         settings = [_all_settings(run, ignored, images) for run in group.runs if run.settings]
         keys |= dict.fromkeys(key for key in varying(settings) if all(key in values for values in settings))
     return lambda run: settings_of(run, keys)
-
-
-def all_compared_settings(runs: Sequence[Run]) -> Callable[[Run], dict[str, str]]:
-    """Return a function that maps a run to all its settings that may change a result.
-
-    A run without known settings is mapped to its folder. Paths of the same images are equal.
-    """
-    images = images_by_run(runs, _without_images)
-
-    def settings_of(run: Run) -> dict[str, str]:
-        return _all_settings(run, IGNORED, images) if run.settings else {"": str(run.folder)}
-
-    return settings_of
 
 
 def _named(images: Mapping[Path, str], run: Run, values: Mapping[str, str]) -> dict[str, str]:

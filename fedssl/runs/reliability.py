@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from scipy.stats import norm, spearmanr
 
 from fedssl.runs.catalog import goodness
-from fedssl.runs.groups import all_compared_settings, group_runs, newest_of_each_seed
+from fedssl.runs.groups import MAIN, compared_settings, group_runs, newest_of_each_seed
 from fedssl.runs.run import Run
 
 TARGET = "linear"  # the result that is predicted
@@ -49,7 +49,7 @@ def reliability(runs: Sequence[Run], metric: str) -> str:
     A repeated run counts once. Runs of several data sets or encoders are not compared: their spectra differ anyway.
     """
     finished = [run for run in runs if run.finished]
-    groups = group_runs(finished, all_compared_settings(finished))
+    groups = group_runs(finished, compared_settings(finished, always=MAIN))
     runs = [run for group in groups for run in newest_of_each_seed(group.runs)]
     for key in ("dataset", "encoder"):
         values = {run.value(key) for run in runs if run.score(metric) and run.score(TARGET)}

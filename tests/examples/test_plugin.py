@@ -110,6 +110,16 @@ def test_the_encoder_is_evaluated_with_its_config_folder(run_folder, folder):
 
 
 @pytest.mark.heavy
+def test_python_plots_its_models(folder):
+    options = [*SMALL, "encoder=perceptron", "dataset=digits", "snapshot_every=1", "output_dir=plotted"]
+    code = f"import fedssl; run = fedssl.run(*{options}, config_dir='conf'); print(*run.plot('cka_layers'))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", "-c", code]
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout.splitlines()[-1]) == (0, "cka_layers"), ran.stderr
+
+
+@pytest.mark.heavy
 def test_a_missing_package_is_reported_in_one_sentence(folder, tmp_path, capsys):
     fedssl_in_process("--config-dir", str(folder / "conf"), "strategy=two_teams", folder=tmp_path, status=2)
     errors = capsys.readouterr().err

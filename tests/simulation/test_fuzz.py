@@ -214,9 +214,12 @@ def resumed(run):
 
 
 def reported(run):
-    report.figures(Namespace(folders=[run], figures=[], into=None, config_dir=[], metrics=None))
-    for out in (run.parent / "table.md", run.parent / "table.csv"):
-        report.report(Namespace(folders=[run], out=out, watch=None, metrics=None, paper=None, reference=None))
+    options = {"folders": [run], "metrics": None, "into": None, "watch": None, "paper": None, "reference": None}
+    try:
+        report.figures(Namespace(**options, figures=[], config_dir=[]))
+    finally:
+        for out in (run.parent / "table.md", run.parent / "table.csv"):
+            report.report(Namespace(**options, out=out))
 
 
 def evaluated(run):

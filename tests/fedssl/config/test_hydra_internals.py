@@ -25,8 +25,19 @@ def test_a_changed_override_does_not_change_the_next():
         (["--rounds", "5"], "unrecognized arguments: --rounds; settings have no dashes: rounds=5;"),
         (["--config-name", "mine"], "--config-name and --config-path are not supported; .*add --config-dir FOLDER"),
         (["-cp", "/mine", "rounds=5"], "--config-name and --config-path are not supported"),
+        (["-m", "seed=0,1", "--info"], "^--info and --multirun exclude each other; remove one of them"),
+        (["-i", "--cfg", "job"], "^--cfg and --info exclude each other"),
+        (["--help", "-m"], "^--help and --multirun exclude each other"),
+        (["-r", "-m"], "^--run and --multirun exclude each other"),
+        (["-p", "optimizer"], "^--package and --resolve are of the flag --cfg; add --cfg job"),
+        (["-sc", "query=bash"], "^--shell-completion is not supported"),
     ],
 )
 def test_other_flags_are_refused(arguments, sentence):
     with pytest.raises(InputError, match=sentence):
         split_arguments(arguments)
+
+
+def test_the_default_of_hydra_is_no_flag():
+    assert split_arguments(["--run", "rounds=5"]) == ([], ["rounds=5"])
+    assert split_arguments(["-c", "job", "rounds=5", "--resolve"]) == (["-c", "job", "--resolve"], ["rounds=5"])

@@ -243,6 +243,17 @@ def test_no_kit_has_an_impossible_server_or_private_key(operator, keys, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_address_replaces_the_connection_of_the_configuration(operator, keys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    (tmp_path / "config.toml").write_text("damaged")
+    (tmp_path / "ca.crt").write_bytes((keys / "ca.crt").read_bytes())
+    words = ("invite", "garden", "--server", "127.0.0.1:443")
+    assert operator(*words)[0] == 2
+    assert operator(*words, "--address", "127.0.0.1:444")[0] == 0
+    assert Path("garden.kit").exists()
+
+
 def test_setup_becomes_the_supernode(running, call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MALLOC_ARENA_MAX", "3")

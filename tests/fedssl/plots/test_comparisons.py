@@ -12,8 +12,8 @@ from fedssl.plots.forgetting import ClientForgetting, mean_forgetting
 from fedssl.plots.registry import write_plot
 from fedssl.runs.costs import sum_costs
 from fedssl.runs.groups import group_by_seed
-from fedssl.runs.run import Run, find_runs, select_metrics
-from tests.runs import write_lines, write_run
+from fedssl.runs.run import Run, find_runs, read_run, select_metrics
+from tests.runs import change_summary, write_lines, write_run
 
 
 def round_of(number: int, flops: float | None = 10.0, **knn: float) -> dict[str, Any]:
@@ -66,6 +66,13 @@ def test_groups_are_runs_that_differ_in_the_seed_alone(sweep: list[Run]):
         ("#000000", "s"),
         ("#D55E00", "o"),
     ]
+
+
+def test_unfinished_seeds_are_left_out_beside_finished_ones(sweep: list[Run]):
+    for run, status in ((sweep[2], "failed"), (sweep[3], "interrupted")):
+        change_summary(run.folder, status=status)
+    runs = [read_run(run.folder) for run in sweep]
+    assert [group.runs for group in group_by_seed(runs)] == [[runs[0]], [runs[1]], [runs[3]]]
 
 
 def test_progress_by_hand():

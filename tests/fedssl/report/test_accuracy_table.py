@@ -11,7 +11,7 @@ import pytest
 from fedssl.evaluation.scores import Score
 from fedssl.report.accuracy_table import NOT_FINISHED, REPEATS, Row, best_rows, run_results, sweep_results
 from fedssl.report.html_page import settings_table
-from fedssl.runs.groups import all_compared_settings, group_runs
+from fedssl.runs.groups import compared_settings, group_runs
 from fedssl.runs.run import read_run
 from tests.runs import write_lines, write_run
 
@@ -166,7 +166,7 @@ def test_a_whole_number_is_an_integer(tmp_path: Path):
     assert [(row["depth"], number) for row, number in rows(*folders)] == [("1", 2), ("True", 1)]
     runs = [read_run(folder) for folder in folders]
     assert settings_table(runs[:2]).header == ["run", "seed"]
-    assert [len(group.runs) for group in group_runs(runs, all_compared_settings(runs))] == [2, 1]
+    assert [len(group.runs) for group in group_runs(runs, compared_settings(runs))] == [2, 1]
 
 
 def test_intervals_of_evaluation_matter_with_early_stopping(tmp_path: Path):
@@ -180,7 +180,7 @@ def test_intervals_of_evaluation_matter_with_early_stopping(tmp_path: Path):
     ]
     assert [(row.get("evaluate_every"), number) for row, number in rows(*folders)] == [("1", 1), ("3", 2), ("", 2)]
     runs = [read_run(folder) for folder in folders]
-    assert [len(group.runs) for group in group_runs(runs, all_compared_settings(runs))] == [1, 2, 2]
+    assert [len(group.runs) for group in group_runs(runs, compared_settings(runs))] == [1, 2, 2]
 
 
 def test_the_newest_of_equal_runs_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture):

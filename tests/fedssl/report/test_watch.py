@@ -19,6 +19,7 @@ def test_a_sweep_is_followed_to_its_end(tmp_path: Path, monkeypatch, command):
     def wait(seconds: float) -> None:
         assert seconds == EVERY
         seen.append(out.read_text())
+        assert not (tmp_path / "sweep" / "figures").exists()
         if len(seen) == 1:
             (folder / "summary.json").write_text(summary)
             running.close()
@@ -27,8 +28,9 @@ def test_a_sweep_is_followed_to_its_end(tmp_path: Path, monkeypatch, command):
             sweep.close()
 
     monkeypatch.setattr("time.sleep", wait)
-    status, printed, _ = command(tmp_path / "sweep", "--out", out, "--watch", EVERY)
+    status, printed, _ = command(tmp_path / "sweep", "--out", out, "--watch", EVERY, "--figures", "accuracy")
     assert status == 0
+    assert f"{tmp_path / 'sweep' / 'figures'}: accuracy.png" in printed
     refresh = f'http-equiv="refresh" content="{EVERY:.0f}"'
     assert [refresh in page for page in (*seen, out.read_text())] == [True, True, True, False]
     assert "0 of 1 runs finished, 1 running" in seen[0]

@@ -153,6 +153,15 @@ def test_best_takes_seeds_for_one(runs, command):
     assert [(round(row["knn"], 6), len(row["runs"])) for row in ranked] == [(0.7, 1), (0.625, 2)]
 
 
+def test_seeds_of_an_older_version_are_one_row(tmp_path, command):
+    """Its config lacks a setting, which has no value to compare."""
+    for seed in (0, 1):
+        job(tmp_path / str(seed), f"seed={seed}", knn=0.5)
+    file = tmp_path / "0" / "config.yaml"
+    file.write_text(re.sub(r"^collapse_images: .*\n", "", file.read_text(), flags=re.MULTILINE))
+    assert len(json.loads(command("best", "knn", tmp_path, "--json")[1])["ranked"]) == 1
+
+
 def test_show(runs, command):
     status, out, _ = command("show", runs / "2026-01-03_00-00-00")
     assert status == 0

@@ -91,6 +91,32 @@ def test_every_device_has_the_encoder_of_the_run(tmp_path, keys, monkeypatch, ca
     assert [fields["round"] for _, fields in stored_encoders(folders[1])] == [4]
 
 
+def own_encoder(**settings):
+    return conv_small(**settings)
+
+
+def test_commands_use_the_folders_that_the_owner_set(tmp_path, monkeypatch, capsys):
+    """Those of states and of own encoders, in ``node.env``."""
+    settings = {"_target_": f"{__name__}.own_encoder", "channels": 1, "size": 8, "width": 4}
+    encoder, file = conv_small(channels=1, size=8, width=4), tmp_path / "encoder.pt"
+    save_encoder(file, encoder, settings=settings, mean=[0.5], std=[0.2], metadata={})
+    conf, states, device = tmp_path / "conf", tmp_path / "own states", tmp_path / "device"
+    for folder in (conf / "encoder", device):
+        folder.mkdir(parents=True)
+    (conf / "encoder" / "own.yaml").write_text(f"_target_: {settings['_target_']}\n")
+    delivery = EncoderDelivery(run_id="r", round=3, model="global", content=file.read_bytes())
+    store_encoder(delivery, states, authority=None, folders=[conf])
+    about = {"name": "b", "server": "x:1", "versions": {}, "states": str(tmp_path / "unused")}
+    about["images"] = str(write_images(tmp_path / "images", 9, seed=0))
+    (device / "device.json").write_text(json.dumps(about))
+    config = f'state-path="{states}" config-dir="{conf}"'
+    (device / "node.env").write_text(f"NODE_CONFIG='{config}'\n")
+    for words, shown in ((["quality"], "r        3"), (["encoder", f"output={tmp_path / 'x.onnx'}"], "written to")):
+        monkeypatch.setattr("sys.argv", ["fedssl-device", *words, f"folder={device}"])
+        assert device_cli.main() == 0
+        assert shown in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("overrides", [[], ["other"]])
 def test_a_device_with_an_authority_refuses_other_signatures(tmp_path, keys, capsys, overrides):
     overrides = signing(keys / overrides[0]) if overrides else []
