@@ -1,22 +1,6 @@
 """An edge client: its node configuration, and its settings for a server's task.
 
-The SuperNode's ``--node-config`` has these keys. Only the first is required:
-
-================  ====================================================================================================
-``data-path``     the images, as in ``dataset.path``: all of them are the device's, whatever subfolders mean
-``client-name``   name under which the server lists it; the default is the host name
-``state-path``    folder of the client state; the default is ``fedssl`` in the user's data folder
-``limits``        file of limits, see `fedssl.fleet.limits`
-``base-path``     folder with files of a run folder's ``base/``: base layers that the device need not download
-``max-rank``      largest rank of LoRA's factors that the device trains and exchanges
-``authority``     certificate of the fleet's authority; encoders are accepted only with a signature of its server
-``config-dir``    folder of settings beside ``conf/``, whose classes a server may select
-``threads``       CPU threads
-``device``        ``auto``, ``cpu``, or an accelerator of torch such as ``cuda``, ``cuda:1``, ``xpu`` or ``mps``
-``partition-id``  index among the clients and in seeds, instead of the name
-``secure-aggregation-only``     ``true``: participate only in secure aggregation
-================  ====================================================================================================
-
+The keys of the SuperNode's ``--node-config`` are those of `NODE_CONFIG_KEYS`, which docs/devices.md explains.
 No message changes any of them.
 """
 

@@ -8,6 +8,7 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 _MAX_LISTED = 5  # items in a message
 _MAX_PATH = 120  # characters of a path in a message
+_MAX_REASON = 300  # characters of the message of another library
 _REMEDIES = {
     errno.ENAMETOOLONG: "a name has at most 255 bytes, and a path 4095; choose a shorter one",
     errno.ENOENT: "correct the path, or create what it names",
@@ -31,6 +32,12 @@ def sanitize(text: object, *, lines: bool = False) -> str:
     if text.isprintable():  # at once, since tables have millions of cells
         return text
     return "".join(char if char.isprintable() or (lines and char == "\n") else " " for char in text)
+
+
+def reason_of(error: Exception) -> str:
+    """Return the message of an error, of any library, on one line of limited length; its class if it has none."""
+    known = error.strerror if isinstance(error, OSError) else None
+    return known or sanitize(" ".join(str(error).split())[:_MAX_REASON]) or type(error).__name__
 
 
 class InputError(ValueError):

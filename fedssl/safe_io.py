@@ -21,7 +21,7 @@ from typing import IO, Any
 import yaml
 
 from fedssl.digests import checksum
-from fedssl.errors import InputError, sanitize
+from fedssl.errors import InputError, reason_of, sanitize
 
 FilePath = str | Path
 
@@ -84,7 +84,7 @@ def read_text(file: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str | None:
     except UnicodeDecodeError as error:
         raise corrupt_file_error(file, "it is not UTF-8 text") from error
     except (OSError, ValueError) as error:  # ValueError: a name may contain a null character
-        raise corrupt_file_error(file, _reason(error)) from error
+        raise corrupt_file_error(file, reason_of(error)) from error
 
 
 def checksum_line(text: str) -> str:
@@ -106,7 +106,7 @@ def read_yaml(file: Path, kind: type, *, empty: Any = None) -> Any:
     try:
         content = load_plain_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise corrupt_file_error(file, f"it is not valid YAML: {_reason(error)}") from error
+        raise corrupt_file_error(file, f"it is not valid YAML: {reason_of(error)}") from error
     content = empty if content is None else content
     if not isinstance(content, kind):
         raise corrupt_file_error(file, f"it contains a {type(content).__name__} instead of a {kind.__name__}")
@@ -220,11 +220,6 @@ def iter_leaves(value: Any) -> Iterator[Any]:
             stack += [(inner, depth + 1) for inner in item]
         else:
             yield item
-
-
-def _reason(error: Exception) -> str:
-    known = error.strerror if isinstance(error, OSError) else None
-    return known or sanitize(" ".join(str(error).split())[:200]) or type(error).__name__
 
 
 class _PlainLoader(yaml.SafeLoader):

@@ -22,7 +22,7 @@ from fedssl.datasets.manifest import SUFFIXES as MANIFEST_SUFFIXES
 from fedssl.datasets.manifest import found_below, manifest_table, named_file, names_image
 from fedssl.datasets.npy import npy_bytes
 from fedssl.datasets.shards import ANY_IMAGE, PLACE, is_compressed, is_shard, shard_table
-from fedssl.errors import InputError, sanitize, shortened
+from fedssl.errors import InputError, reason_of, shortened
 from fedssl.safe_io import open_regular_file
 
 CHUNK = 256  # rows read at a time, and images per task of a decoding thread
@@ -325,7 +325,7 @@ def _reading(file: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        reason = sanitize(" ".join(str(error).split())[:300])
+        reason = reason_of(error)
         with suppress(OSError), open_regular_file(file) as stream:
             if stream.read(len(_LFS)) == _LFS:
                 reason = "it is a pointer of Git LFS: fetch the file with git lfs pull"

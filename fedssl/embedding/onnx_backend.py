@@ -12,7 +12,7 @@ import numpy as np
 from fedssl.datasets.raster import convert, pixel_settings
 from fedssl.digests import file_identity
 from fedssl.embedding.embedder import Embedder
-from fedssl.errors import InputError
+from fedssl.errors import InputError, reason_of
 from fedssl.logs import log_once
 from fedssl.machine.process import available_cores
 from fedssl.safe_io import valid_text
@@ -78,8 +78,8 @@ def load(source: Path, *, device: str, folders: Sequence[Path]) -> OnnxEmbedder:
         raise
     except Exception as error:  # a damaged or foreign file can raise any exception
         raise InputError(
-            f"{file} is damaged, or no encoder that `fedssl-export format=onnx` wrote "
-            f"({' '.join(str(error).split())[:200]}); export it again"
+            f"{file} is damaged, or no encoder that `fedssl-export format=onnx` wrote ({reason_of(error)}); "
+            "export it again"
         ) from error
     encoder = source / "encoder.pt" if source.is_dir() else source
     if file != source and encoder.is_file() and embedder.encoder_digest != file_identity(encoder):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedssl.encoders.base import Encoder, StageRange
-from fedssl.errors import InputError
+from fedssl.errors import InputError, reason_of
 from fedssl.machine.meta_device import shapes_only
 
 _WHOLE = ""  # name of the only stage of a network whose family is unknown
@@ -165,10 +165,9 @@ def _check_network(create: Create, divide: Divide, name: str, channels: int, siz
             probe = create(name, channels, size)
             return _stage_lengths(probe, divide(probe), torch.empty(2, channels, size, size))
     except Exception as error:  # a library may reject a shape in any way
-        reason = " ".join(str(error).split())[:200]
         raise InputError(
-            f"encoder.name={name} cannot encode images of {channels} x {size} x {size} ({reason}); set dataset.size to "
-            "a size that it supports, such as 224, or choose another encoder"
+            f"encoder.name={name} cannot encode images of {channels} x {size} x {size} ({reason_of(error)}); set "
+            "dataset.size to a size that it supports, such as 224, or choose another encoder"
         ) from error
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from fedssl.embedding.embedder import Embedder
 from fedssl.embedding.formats import EMBEDDING
-from fedssl.errors import InputError
+from fedssl.errors import InputError, reason_of
 from fedssl.explore.images import PathImages
 from fedssl.text_table import csv_path
 
@@ -26,9 +26,8 @@ def read_features(file: Path, images: PathImages, embedder: Embedder) -> dict[st
     try:
         names, features, about = (_read_parquet if file.suffix.lower() == ".parquet" else _read_npy)(file)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, pa.ArrowException) as error:
-        reason = " ".join(str(error).split())[:200]
         raise InputError(
-            f"embeddings={file} is damaged, or no file of fedssl-embed ({reason}); make it again"
+            f"embeddings={file} is damaged, or no file of fedssl-embed ({reason_of(error)}); make it again"
         ) from error
     again = f"make it again with: fedssl-embed run=DIR images=PATH out={file.name}"
     if features.ndim != 2 or features.shape[1] != embedder.dimension or len(names) != len(features):

@@ -25,7 +25,7 @@ from fedssl.atomic_files import atomic_write
 from fedssl.config.targets import user_encoder
 from fedssl.datasets.raster import pixel_settings
 from fedssl.encoders.library import require_timm
-from fedssl.errors import InputError, sanitize
+from fedssl.errors import InputError, reason_of, sanitize
 from fedssl.export.preprocess import Preprocess
 from fedssl.export.weights import read_safetensors
 from fedssl.machine.device_copies import copy_to_cpu
@@ -135,7 +135,7 @@ def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = N
         _load(encoder, content)
     except Exception as error:  # a constructor can raise any exception for such settings
         raise InputError(
-            f"the weights in {path} do not fit its settings: {_reason(error, 300)}; export the encoder again"
+            f"the weights in {path} do not fit its settings: {reason_of(error)}; export the encoder again"
         ) from error
     encoder.channels, encoder.size = settings["channels"], settings["size"]
     encoder.mean, encoder.std = tuple(content["mean"]), tuple(content["std"])
@@ -159,10 +159,6 @@ def _load(encoder: nn.Module, content: Mapping[str, Any]) -> None:
     encoder.load_state_dict(content["weights"], strict=True)
 
 
-def _reason(error: Exception, max_chars: int) -> str:
-    return sanitize(" ".join(str(error).split())[:max_chars])
-
-
 def load_weights(path: str | Path, encoder: nn.Module) -> Mapping[str, Any]:
     """Load the weights of an encoder's file into an existing encoder.
 
@@ -173,7 +169,7 @@ def load_weights(path: str | Path, encoder: nn.Module) -> Mapping[str, Any]:
         _load(encoder, content)
     except Exception as error:  # names and values can have any type
         raise InputError(
-            f"{path} holds another encoder than this run's ({_reason(error, 300)}); give one with the same settings of "
+            f"{path} holds another encoder than this run's ({reason_of(error)}); give one with the same settings of "
             "encoder"
         ) from error
     settings = content["encoder"]
@@ -232,7 +228,7 @@ def read_content(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} cannot be read ({error.strerror}); choose the encoder.pt of a run folder") from error
     except Exception as error:  # a damaged or foreign file can raise any exception
         raise InputError(
-            f"{path} is damaged or not an encoder's file ({_reason(error, 200)}); choose the encoder.pt of a run folder"
+            f"{path} is damaged or not an encoder's file ({reason_of(error)}); choose the encoder.pt of a run folder"
         ) from error
     found = sanitize(content.get("format", ""))[:40] if isinstance(content, dict) else ""
     if found.startswith(_FORMATS) and found not in _KEYS_OF:

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedssl.base_layers import read_base
 from fedssl.config.saved_run import BASE_FOLDER
 from fedssl.encoders.base import Encoder
-from fedssl.errors import InputError
+from fedssl.errors import InputError, reason_of
 from fedssl.export.source import ExportSource, represent
 from fedssl.export.weights import KEY, write_weights
 from fedssl.logs import log
@@ -65,7 +65,7 @@ def read_adapter(file: Path, weights: Mapping[str, Tensor]) -> list[tuple[LowRan
             "or svd, which keep the weights of the base layers; choose another format"
         ) from error
     except Exception as error:  # a foreign file can raise any exception
-        raise corrupt_file_error(file, " ".join(str(error).split())[:200]) from error
+        raise corrupt_file_error(file, reason_of(error)) from error
     return factors
 
 

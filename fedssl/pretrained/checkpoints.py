@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fedssl.datasets.raster import pixel_settings
-from fedssl.errors import InputError, sanitize
+from fedssl.errors import InputError, reason_of
 from fedssl.export.weights import read_metadata
 from fedssl.safe_io import MAX_TENSORS_BYTES, read_tensors
 from fedssl.tensor_file import read_tensor_file
@@ -42,13 +42,13 @@ def read_checkpoint(file: Path) -> Checkpoint:
     except FileNotFoundError as error:
         raise InputError(f"encoder.weights={file} does not exist; set it to a checkpoint or a run folder") from error
     except OSError as error:
-        reason = error.strerror
-        raise InputError(f"encoder.weights={file} cannot be read ({reason}); set it to another file") from error
-    except Exception as error:  # a damaged or foreign file can raise any exception
-        reason = sanitize(" ".join(str(error).split())[:200])
         raise InputError(
-            f"encoder.weights={file} is damaged or has more than tensors and plain values ({reason}); store its state "
-            "dict alone with torch.save(network.state_dict(), FILE)"
+            f"encoder.weights={file} cannot be read ({reason_of(error)}); set it to another file"
+        ) from error
+    except Exception as error:  # a damaged or foreign file can raise any exception
+        raise InputError(
+            f"encoder.weights={file} is damaged or has more than tensors and plain values ({reason_of(error)}); store "
+            "its state dict alone with torch.save(network.state_dict(), FILE)"
         ) from error
     if not tensors:
         raise InputError(f"encoder.weights={file} has no tensors; set it to a checkpoint with a state dict")

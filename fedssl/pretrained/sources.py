@@ -15,7 +15,7 @@ import torch
 from fedssl.config.literal import user_path
 from fedssl.config.overrides import did_you_mean
 from fedssl.encoders.library import require_timm
-from fedssl.errors import InputError, sanitize
+from fedssl.errors import InputError, reason_of
 from fedssl.pretrained.checkpoints import Checkpoint, read_checkpoint
 
 _TIMEOUT = 10.0  # seconds until the Hub counts as not reachable
@@ -96,7 +96,7 @@ def _read_timm(name: str) -> Checkpoint:
         network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay)
     except Exception as error:  # the file can have any content
         raise InputError(
-            f"encoder.weights=timm:{name}: timm cannot load {file} ({_reason(error)}); delete it, to download it again"
+            f"encoder.weights=timm:{name}: timm cannot load {file} ({reason_of(error)}); delete it to download it again"
         ) from error
     return Checkpoint(tensors=network.state_dict(), mean=tuple(config.mean), std=tuple(config.std))
 
@@ -119,7 +119,7 @@ def _read_torchvision(name: str) -> Checkpoint:
             hub.download_url_to_file(weights.url, str(file), hash_prefix=file.stem.rpartition("-")[2], progress=False)
         except Exception as error:  # any error of the network
             raise InputError(
-                f"encoder.weights=torchvision:{name} cannot be downloaded ({_reason(error)}); place {weights.url} at "
+                f"encoder.weights=torchvision:{name} cannot be downloaded ({reason_of(error)}); place {weights.url} at "
                 f"{file}"
             ) from error
     transforms = weights.transforms()
@@ -169,10 +169,6 @@ def _hub_file(repository: str, name: str, *, source: str) -> Path:
         ) from error
     finally:
         logging.set_verbosity(verbosity)
-
-
-def _reason(error: Exception) -> str:
-    return sanitize(" ".join(str(error).split())[:150]) or type(error).__name__
 
 
 _READERS: Mapping[str, Callable[[str], Checkpoint]] = {
