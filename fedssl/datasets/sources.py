@@ -35,6 +35,7 @@ _UNPACK = {
     ".gz": "gunzip FILE",
 }
 _UNPACK |= dict.fromkeys((".bz2", ".xz", ".zst", ".tbz2", ".txz"), "tar xf FILE -C FOLDER")  # commands by ending
+_LOAD = dict.fromkeys((".h5", ".hdf5"), "h5py.File('FILE')['NAME'][:]") | {".mat": "scipy.io.loadmat('FILE')['NAME']"}
 
 
 class NoImagesError(InputError):
@@ -140,6 +141,8 @@ def _no_images(path: str, listing: Listing, setting: str) -> NoImagesError:
     remedies = [remedy for _, remedy in missing_packages(listing.ignored)]
     commands = dict.fromkeys(_UNPACK[ending] for ending in listing.ignored if ending in _UNPACK)
     remedies += [f"unpack archives into an existing folder first: {', '.join(commands)}"] if commands else []
+    loads = dict.fromkeys(_LOAD[ending] for ending in listing.ignored if ending in _LOAD)
+    remedies += [f"store arrays as .npy first: numpy.save('images.npy', {load})" for load in loads]
     if listing.ignored.keys() & _LIST_SUFFIXES and is_file(user_path(path)):
         remedies.append("a list of images is a CSV file with the columns path and label")
     ignored = listing.ignored_kinds()

@@ -10,9 +10,11 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import scipy.io
 
 from fedssl.datasets import base
 from fedssl.datasets.base import ImageData, load_split
@@ -297,3 +299,14 @@ def test_the_remedy_for_other_archives_works(tmp_path: Path, name: str, mode: st
     typed = command.replace("FILE", str(tmp_path / name)).replace("FOLDER", str(tmp_path))
     subprocess.run(typed.split(), check=True)
     assert first_pixels(read(tmp_path).images) == [4]
+
+
+def test_the_remedy_for_arrays_of_matlab_works(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    images = np.arange(4 * 4 * 4 * 3, dtype=np.uint8).reshape(4, 4, 4, 3)
+    scipy.io.savemat("digits.mat", {"x": images})
+    with pytest.raises(InputError, match=r"store arrays as .npy first: numpy.save\('images.npy', .*loadmat") as error:
+        read(tmp_path)
+    typed = str(error.value).rpartition("first: ")[2].replace("FILE", "digits.mat").replace("NAME", "x")
+    exec(typed, {"numpy": np, "scipy": scipy})
+    np.testing.assert_array_equal(read(tmp_path).images[:], images.transpose(0, 3, 1, 2))
