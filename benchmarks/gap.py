@@ -47,7 +47,7 @@ from fedssl.methods.simclr import SimCLR
 from fedssl.model_arrays import exchanged_layers, load_layers
 from fedssl.partition import make_partition
 from fedssl.plots.style import BLACK, BLUE, VERMILLION, new_figure, write_png
-from fedssl.seeding import seed_torch, torch_generator
+from fedssl.seeding import seed_generators, torch_generator
 from fedssl.text_table import markdown
 from fedssl.training import LocalTrainer, batches, train
 from fedssl.views import Views
@@ -109,7 +109,7 @@ class Training:
         self.method = method
         self.trainer = LocalTrainer.build(settings.training, method)
         self.generator = torch_generator(settings.seed, "gap")
-        seed_torch(settings.seed, CPU)
+        seed_generators(settings.seed, CPU)
 
     def pool(self, case: Case) -> None:
         """Train one model for all epochs, on batches of all images or of one client each."""

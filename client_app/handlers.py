@@ -103,7 +103,8 @@ def failure_reply(message: Message, context: Context, error: Exception) -> Messa
     """Return the error reply for an error, and log the error on an edge client."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     name = OUT_OF_MEMORY if is_out_of_memory(error) else type(error).__name__  # Ray's engine retries the client
-    reason = f"{name}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
+    is_sentence = isinstance(error, InputError)
+    reason = str(error) if is_sentence else f"{name}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
     if is_simulated(context.node_config):
         log.debug("the client failed", exc_info=error)
     else:

@@ -11,7 +11,7 @@ from fedssl.datasets.images import ImageSource
 from fedssl.evaluation.features import extract
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import check_loaded
-from fedssl.seeding import derive_seed, seed_torch, torch_generator
+from fedssl.seeding import derive_seed, seed_generators, torch_generator
 from fedssl.training import LocalTrainer, batches, index_rows, method_inputs, on_device
 from fedssl.wire.messages import TrainPlan
 from strategies.types import ClientState
@@ -70,7 +70,7 @@ class LocalDataSample:
         check_loaded(method)
         device = next(method.parameters()).device
         generator, training = torch_generator(self._seed, *self._path, "views"), self._training
-        seed_torch(derive_seed(self._seed, *self._path, "loss"), device)
+        seed_generators(derive_seed(self._seed, *self._path, "loss"), device)
         method.train()
         few = self._subset(max_images)
         losses, sizes = [], []

@@ -35,7 +35,7 @@ from fedssl.model_arrays import (
 from fedssl.partition import client_indices, labeled_indices, shifted
 from fedssl.regularizers.base import CombinedRegularizer, Regularizer
 from fedssl.schedule.stages import frozen_names, set_active_stages
-from fedssl.seeding import derive_seed, seed_torch, torch_generator
+from fedssl.seeding import derive_seed, seed_generators, torch_generator
 from fedssl.training import LocalSteps, LocalTrainer, TrainResult, number_of_batches, train
 from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan
 from strategies.base import ClientStrategy
@@ -94,11 +94,11 @@ class ClientWorker:
             seed_path = (self.settings.seed, "train", plan.round, client)
 
             def train_again(regularizer: Regularizer) -> None:
-                seed_torch(derive_seed(*seed_path), self.device)
+                seed_generators(derive_seed(*seed_path), self.device)
                 combined = CombinedRegularizer(self.training.regularizer, regularizer)
                 self._train(round, replace(self.training, regularizer=combined), torch_generator(*seed_path))
 
-            seed_torch(derive_seed(*seed_path), self.device)
+            seed_generators(derive_seed(*seed_path), self.device)
             start_layers = strategy.load_start(method, round.plan, round.state)
             result = self._train(round, self.training, torch_generator(*seed_path))
             method.end_round()
@@ -187,11 +187,11 @@ class ClientWorker:
             selected = self._select_model(round)
             if plan.candidate_arrays and request.adaptation_epochs and strategy.selects_by_state:
                 start_layers = strategy.load_start(method, selected.plan, selected.state)
-                seed_torch(derive_seed(*seed_path, "first"), self.device)
+                seed_generators(derive_seed(*seed_path, "first"), self.device)
                 self._train(selected, training, torch_generator(*seed_path, "first"))
                 state = strategy.state_to_save(method, selected.plan, start=start_layers, state=selected.state)
                 selected = self._select_model(replace(round, state=state))
-            seed_torch(derive_seed(*seed_path), self.device)
+            seed_generators(derive_seed(*seed_path), self.device)
             strategy.personalized_model(method, selected.plan, selected.state)
             if request.after_adaptation:
                 self._train(selected, training, torch_generator(*seed_path))

@@ -30,7 +30,7 @@ from torchvision.ops import MultiScaleRoIAlign, box_iou, masks_to_boxes
 from fedssl.encoders import Encoder
 from fedssl.errors import InputError
 from fedssl.export import Preprocess, load_encoder
-from fedssl.seeding import seed_torch, torch_generator
+from fedssl.seeding import seed_generators, torch_generator
 
 SHAPES = ("square", "disc", "cross")
 TESTS = 100  # images
@@ -194,7 +194,7 @@ def main() -> None:
         if arguments.steps < 1:
             raise InputError(f"--steps {arguments.steps} is too small; give at least 1")
         encoder = load_encoder(arguments.encoder)
-        seed_torch(arguments.seed, torch.device("cpu"))
+        seed_generators(arguments.seed, torch.device("cpu"))
         if arguments.scratch:
             for module in encoder.modules():
                 if isinstance(module, nn.Conv2d | nn.BatchNorm2d):

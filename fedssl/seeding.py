@@ -4,6 +4,7 @@ Draws do not depend on the process or the order in which clients run, so that al
 run draw the same numbers.
 """
 
+import random
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,18 +22,26 @@ def derive_seed(seed: int, *seed_path: int | str) -> int:
     return int(np.random.SeedSequence([seed, *entropy]).generate_state(1, np.uint64)[0] >> 1)
 
 
-def seed_torch(seed: int, device: "torch.device") -> None:
-    """Seed torch's global generators of the device, which layers such as dropout use, and of the CPU.
+def seed_generators(seed: int, device: "torch.device") -> None:
+    """Seed torch's global generators of the device and the CPU, and those of Python and NumPy.
 
-    Methods draw from that of the CPU if all devices must draw the same. ``torch.manual_seed`` would seed the generators
-    of all devices; before CUDA is initialized it queues each call with its stack.
+    Layers such as dropout use that of the device, and methods that of the CPU if all devices must draw the same.
+    ``torch.manual_seed`` would seed the generators of all devices; before CUDA is initialized it queues each call with
+    its stack.
     """
     import torch
 
+    seed_python(seed)
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         with torch.accelerator.device_index(device.index):
             torch.get_device_module(device).manual_seed(seed)
+
+
+def seed_python(seed: int) -> None:
+    """Seed the global generators of Python and NumPy, from which the user's classes may draw."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def numpy_generator(seed: int, *seed_path: int | str) -> np.random.Generator:

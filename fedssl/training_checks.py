@@ -1,4 +1,8 @@
-"""Rules of local training: views that a method, its encoder and a regularizer accept."""
+"""Rules of local training: views that a method, its encoder and a regularizer accept, and the loss of a step."""
+
+from typing import Any
+
+from torch import Tensor
 
 from fedssl.augmentation import Augmentation
 from fedssl.augmentation.recipe import ViewRecipe
@@ -102,3 +106,13 @@ def _check_view_size(encoder: Encoder, recipe: ViewRecipe, shape: tuple[int, int
             f"{recipe.name} has views of {size} pixels, but {encoder.label} takes {allowed}; "
             f"set {recipe.name}.size=1, or another encoder"
         ) from error
+
+
+def checked_loss(loss: Any, owner: object) -> Tensor:
+    """Return the loss of a method or a regularizer; `InputError` unless it is a scalar with a gradient."""
+    if isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad:
+        return loss
+    kind = type(loss).__name__
+    found = f"a {kind}" if not isinstance(loss, Tensor) else f"a tensor of shape {tuple(loss.shape)}"
+    found += " without a gradient" if isinstance(loss, Tensor) and not loss.requires_grad else ""
+    raise InputError(f"the loss of {type(owner).__name__} is {found}; return a scalar tensor with a gradient")

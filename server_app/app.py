@@ -124,7 +124,8 @@ def execute(
     settings, screen, started = components.settings, make_screen(terminal=terminal), time.monotonic()
     folder = RunFolder(settings.recording, rounds=settings.rounds)
     log_to_folder = log_to(folder.path, screen, earlier=records)
-    with disk_errors_as_run_error(folder.path), folder.locked(), log_to_folder, closing(screen):
+    on_disk_error = disk_errors_as_run_error(folder.path, check_place=folder.check_place)
+    with on_disk_error, folder.locked(), log_to_folder, closing(screen):
         screen.open(settings.rounds)
         states, fleet = ClientStates(folder.path, settings.recording.max_state_bytes), FleetFile(folder.path)
         clients = ClientManager(

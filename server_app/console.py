@@ -7,12 +7,13 @@ The bar is for a terminal of the command itself. A pipe, a file, a CI runner, th
 runtime get log lines only.
 """
 
+import errno
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
@@ -289,14 +290,24 @@ class _LogFile(logging.FileHandler):
 
 
 @contextmanager
-def disk_errors_as_run_error(folder: Path) -> Iterator[None]:
-    """Translate disk errors, such as a full disk, into a `RunError`."""
+def disk_errors_as_run_error(folder: Path, *, check_place: Callable[[], None]) -> Iterator[None]:
+    """Translate disk errors, such as a full disk, into a `RunError`; ``check_place`` raises it for a missing folder."""
     try:
         yield
     except OSError as error:
+        if error.errno == errno.ENOENT:
+            check_place()
         if error.errno not in DISK_ERRORS:
             raise
         raise disk_error(folder, error) from error
+
+
+def moved_error(folder: Path) -> RunError:
+    """Return the error of a run folder that is no longer at its place; clients may have created it again."""
+    return RunError(
+        f"{folder} was moved or deleted during the run; remove what is there now and move it back, then continue with "
+        f"{resume_command(folder)}"
+    )
 
 
 def disk_error(folder: Path, error: OSError) -> RunError:

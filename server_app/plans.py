@@ -9,6 +9,7 @@ from flwr.app import ArrayRecord, RecordDict
 
 from fedssl.arrays import GlobalLayers, Layers
 from fedssl.availability import Workload
+from fedssl.errors import InputError, shortened
 from fedssl.schedule.phases import phase_at
 from fedssl.wire.device import code_fingerprint
 from fedssl.wire.messages import BASE, TrainPlan, with_last_used_round
@@ -19,6 +20,18 @@ from strategies.mods.base import exchanged_layers
 from strategies.round_start import ClientAssignment, RoundStart, StartingModel, UntrainedLayers
 from strategies.rules import RoundExchange
 from strategies.types import GlobalModel, ServerState
+
+
+def _names(server: ServerStrategy, hook: str, names: object, *, known: Layers | None = None) -> tuple[str, ...]:
+    """Return the names that a hook of a strategy returns; `InputError` unless they are a tuple of known strings."""
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"{hook} of {type(server).__name__} returns {str(names)[:100]!r}; return a tuple of names")
+    if known is not None and not known.keys() >= {*names}:
+        raise InputError(
+            f"{hook} of {type(server).__name__} returns {shortened(names)}; return some of the layers "
+            f"{shortened(known)}"
+        )
+    return names
 
 
 class Routes:
@@ -41,7 +54,10 @@ class Routes:
     ) -> None:
         self._server, self._state, self._round, self._sampled = server, state, round, frozenset(clients)
         self.clusters = clusters
-        self.candidates = {client: server.candidate_models(state, round, client) for client in clients}
+        self.candidates = {
+            client: _names(server, "candidate_models", server.candidate_models(state, round, client))
+            for client in clients
+        }
         self.models = dict.fromkeys(self.clusters or late)
         for client, names in self.candidates.items():
             self.models |= dict.fromkeys(into for name in names for into in self.destinations(client, name))
@@ -50,7 +66,8 @@ class Routes:
         """Return the models that a client's update goes into; none if updates are clustered."""
         if self.clusters:
             return ()
-        names = dict.fromkeys(self._server.destination_models(self._state, self._round, client, start))
+        found = self._server.destination_models(self._state, self._round, client, start)
+        names = dict.fromkeys(_names(self._server, "destination_models", found))
         if self._server.models_per_client:  # a client that is not sampled keeps its model
             return tuple(name for name in names if int(name) in self._sampled)
         return tuple(names)
@@ -103,6 +120,8 @@ class PlanBuilder:
         frozen = {layer: layers[layer] for layer in context.stages.frozen(self._phase, layers)}
         server = self._federation.strategy.server
         up = server.upload_names(model, self._number, trained)
+        if up is not None:
+            _names(server, "upload_names", up, known=trained)
         uploaded = trained if up is None else {layer: trained[layer] for layer in up}
         return StartingModel(
             model,
@@ -134,6 +153,8 @@ class PlanBuilder:
             # With several candidates nothing is known about the layers that the client holds.
             last = self._state.last_round(client, names[0]) if len(names) == 1 else None
             chosen = federation.strategy.server.download_names(start.model, self._number, start.trainable, last)
+            if chosen is not None:
+                _names(federation.strategy.server, "download_names", chosen, known=start.trainable)
             downloaded = tuple(start.trainable) if chosen is None else chosen
             sent = UntrainedLayers(frozen=tuple(start.frozen), broadcast=start.model.broadcast)
             for mod in federation.mods:

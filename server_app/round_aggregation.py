@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fedssl.arrays import Layers
+from fedssl.errors import InputError
 from fedssl.logs import log
 from server_app.client_models import ClientModels, MappedValues
 from server_app.exchanges.base import Sum, TooFewUpdatesError
 from server_app.exchanges.sums import LostSumError
 from server_app.federation import Federation
 from server_app.updates import RoundResult, ValidUpdate
+from strategies.base import ServerStrategy
 from strategies.round_start import ClientAssignment, StartingModel
 from strategies.types import (
     GLOBAL,
@@ -144,6 +147,16 @@ class ModelAggregation:
         return cls(inner, aggregator)
 
 
+def _pair(server: ServerStrategy, hook: str, found: object) -> tuple[Any, Any]:
+    """Return the two values that a hook of a strategy returns; raises `InputError`."""
+    if isinstance(found, tuple) and len(found) == 2:
+        return found
+    raise InputError(
+        f"{hook} of {type(server).__name__} returns a {type(found).__name__}; return a tuple of two values, see "
+        "strategies.base.ServerStrategy"
+    )
+
+
 def new_model(
     federation: Federation, start: StartingModel, aggregation: ModelAggregation, *, name: str, result: RoundResult
 ) -> GlobalModel:
@@ -159,14 +172,15 @@ def new_model(
         num_clients=federation.num_trained_clients,
     )
     if server.has_server_step:
-        layers, state = server.server_step(done)
+        layers, state = _pair(server, "server_step", server.server_step(done))
         done, new = replace(done, model=replace(model, strategy_state=state)), {**new, **layers}
     states = {**model.mod_states}
     for mod in federation.mods:
         key, used = type(mod).__name__, len(aggregation.received)
         new, states[key] = mod.finish(new, start, states.get(key, {}), used=used, round=result.round)
     trained = {layer: new.get(layer, array) for layer, array in start.trainable.items()}
-    strategy_state, strategy_metrics = server.after_aggregation(replace(done, layers=trained))
+    found = server.after_aggregation(replace(done, layers=trained))
+    strategy_state, strategy_metrics = _pair(server, "after_aggregation", found)
     suffix = model_suffix(name)
     result.strategy_metrics.update({f"{key}{suffix}": value for key, value in strategy_metrics.items()})
     model = replace(
@@ -224,6 +238,8 @@ def new_state(
         extract_features=federation.extract_features,
     )
     current = MappedValues(state.models, lambda model: federation.context.advance_to_phase(model, result.round))
-    strategy_state, strategy_metrics = federation.strategy.server.on_round_end(replace(state, models=current), outcome)
+    server = federation.strategy.server
+    found = server.on_round_end(replace(state, models=current), outcome)
+    strategy_state, strategy_metrics = _pair(server, "on_round_end", found)
     result.strategy_metrics.update(strategy_metrics)
     return replace(state, strategy_state=strategy_state)

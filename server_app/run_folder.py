@@ -27,6 +27,7 @@ from fedssl.wire.records import EXACT, record_bytes
 from server_app.build import ClientData, RunComponents
 from server_app.checkpoint import StateSchema, delete_checkpoints_after, latest_checkpoint, manifest_file
 from server_app.client_models import ClientModels
+from server_app.console import moved_error
 from server_app.initial_weights import restore_teacher, store_initial_weights
 from strategies.types import ServerState
 
@@ -54,6 +55,7 @@ class RunFolder:
         self._settings, self._rounds = settings, rounds
         self.base: dict[str, Any] = {}  # digest and bytes of the base layers
         self.recoveries: list[str] = []  # why results may differ from those of an uninterrupted run
+        self._lock: os.stat_result | None = None
         self.lines = {name: LineFile(self.path / name) for name in JSONL_FILES}
         self._make_folder()
 
@@ -95,7 +97,17 @@ class RunFolder:
                 ) from error
             if not is_free:
                 raise InputError(f"{self.path} is in use by another run; wait until it ends, or stop it")
+            self._lock = os.fstat(stream.fileno())
             yield
+
+    def check_place(self) -> None:
+        """Raise `RunError` if the folder was moved or deleted since it was locked."""
+        try:
+            is_here = self._lock is None or os.path.samestat(self._lock, (self.path / LOCK_FILE).stat())
+        except FileNotFoundError:
+            is_here = False
+        if not is_here:
+            raise moved_error(self.path)
 
     def start(self, components: RunComponents) -> ServerState:
         """Write what a run starts from, and return its first state; of a resumed run, that of the last checkpoint."""

@@ -9,7 +9,7 @@ from fedssl.datasets.images import TensorImages
 from fedssl.machine.cuda_graphs import CudaGraphCache
 from fedssl.methods.base import build_method
 from fedssl.schedule.stages import set_active_stages
-from fedssl.seeding import seed_torch, torch_generator
+from fedssl.seeding import seed_generators, torch_generator
 from fedssl.training import LocalTrainer, train
 from tests.recording import Recorder
 
@@ -33,7 +33,7 @@ class Client:
         images = torch.randint(256, (num_images, 1, 8, 8), dtype=torch.uint8, generator=torch_generator(0, "pictures"))
         labels = torch.arange(num_images) % 10 if self.method.uses_labels else None
         seed_path = (0, "round", self.rounds)
-        seed_torch(self.rounds, torch.device("cpu"))
+        seed_generators(self.rounds, torch.device("cpu"))
         with set_active_stages(self.method, depth=depth, frozen=frozen):
             self.method.start_round(first=self.rounds == 0 or depth is not None)
             self.training.reset_optimizer(lr_factor=0.5**self.rounds)

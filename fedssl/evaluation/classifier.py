@@ -25,7 +25,7 @@ from fedssl.evaluation.protocol import EvaluationInput, EvaluationProtocol
 from fedssl.evaluation.sampling import stratified_sample
 from fedssl.evaluation.scores import ACCURACY
 from fedssl.machine.devices import to_device
-from fedssl.seeding import derive_seed, numpy_generator, seed_torch, torch_generator
+from fedssl.seeding import derive_seed, numpy_generator, seed_generators, torch_generator
 from fedssl.training import batches
 
 CPU = torch.device("cpu")
@@ -174,7 +174,7 @@ class AugmentedViews:
         self._transform, self._device = transform, evaluation_input.device
         self.generator = torch_generator(*seed_path)
         for device in {torch.device("cpu"), self._device}:  # for transforms, and layers such as dropout
-            seed_torch(derive_seed(*seed_path), device)
+            seed_generators(derive_seed(*seed_path), device)
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return a view of each image, from ``(batch, channels, height, width)`` on the CPU."""

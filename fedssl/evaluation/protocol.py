@@ -18,7 +18,7 @@ from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError, sanitize, shortened
 from fedssl.evaluation.features import Features, extract, pixels
 from fedssl.evaluation.labeled_images import SPLITS, LabeledImages, label_problem
-from fedssl.evaluation.scores import Score, as_scores
+from fedssl.evaluation.scores import ACCURACY, Score, as_scores
 from fedssl.logs import log
 from fedssl.machine.devices import CPU
 from fedssl.machine.memory import available_memory, gigabytes
@@ -236,6 +236,17 @@ def evaluate(protocol: EvaluationProtocol, evaluation_input: EvaluationInput, *,
             f"{type(protocol).__name__} returns a {type(results).__name__}; return a dict with a Score for each result"
         )
     scores = as_scores(results)
+    declared = protocol.result_units(evaluation_input.num_classes)
+    for name, score in scores.items():
+        if declared.get(name) != score.unit:
+            raise InputError(
+                f"{type(protocol).__name__} returns {name} with the unit {score.unit!r}, which its result_units do not "
+                f"have: {', '.join(f'{key} {unit!r}' for key, unit in declared.items())}; correct one of them"
+            )
+        if score.unit == ACCURACY and not (math.isnan(score.value) or 0 <= score.value <= 1):
+            raise InputError(
+                f"{type(protocol).__name__} returns {name}={score.value:g}; an accuracy is between 0 and 1"
+            )
     undefined = [name for name, score in scores.items() if not math.isfinite(score.value + (score.std or 0.0))]
     if undefined:
         log.warning("results that are NaN or infinite are left out: %s", sanitize(shortened(undefined)))

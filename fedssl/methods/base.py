@@ -18,7 +18,7 @@ from fedssl.encoders.base import Encoder, frozen_copy
 from fedssl.errors import InputError
 from fedssl.low_rank_products import LowRankLayer
 from fedssl.schedule.phases import make_phases
-from fedssl.seeding import derive_seed
+from fedssl.seeding import derive_seed, seed_python
 from fedssl.views import AcceptedViews, Views
 
 ImageTargets = Callable[[Tensor, Tensor], Tensor]  # (indices of a batch, its uint8 images) -> targets, (batch, dim)
@@ -315,6 +315,7 @@ def build_method(model: ModelSettings) -> SSLMethod:
     """Build the method with its encoder and heads, initialized from the run's seed alone, and apply the tuning."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(model.seed, "initialise"))
+        seed_python(derive_seed(model.seed, "initialise"))
         encoder = build_encoder(model)
         encoder.accepts_views = True
         phases = make_phases(model.schedule, stages=len(encoder.stage_names))
@@ -330,6 +331,10 @@ def build_method(model: ModelSettings) -> SSLMethod:
                 "stages; set schedule=end_to_end or tuning=full"
             )
         method: SSLMethod = model.method.instantiate(encoder=encoder)
+    if not isinstance(method, SSLMethod):
+        raise InputError(
+            f"{model.method.name} makes a {type(method).__name__}; return a subclass of fedssl.methods.base.SSLMethod"
+        )
     if getattr(method, "encoder", None) is not encoder:
         raise InputError(f"{model.method.name} has no encoder; call super().__init__(encoder) in its constructor")
     method.rounds, method.seed = model.schedule.rounds, model.seed

@@ -17,7 +17,7 @@ from fedssl.datasets.base import ImageData
 from fedssl.datasets.holdout import NO_LABEL
 from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError
-from fedssl.seeding import numpy_generator
+from fedssl.seeding import derive_seed, numpy_generator, seed_python
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +127,7 @@ def _partition(settings: PartitionSettings, image_data: ImageData) -> Partition:
             num_clients=settings.num_clients,
             seed=settings.seed,
         )
+        seed_python(derive_seed(settings.seed, "partition"))
         # Positional: Hydra would convert a dataclass among the keywords to a configuration.
         result: list[np.ndarray] | Partition = settings.rule.instantiate(data)
     except InputError as error:
@@ -135,7 +136,11 @@ def _partition(settings: PartitionSettings, image_data: ImageData) -> Partition:
         raise InputError(
             f"{error} ({' and '.join(reasons)} of {num_images} images leaves the clients {len(rows)})"
         ) from error
-    partition = result if isinstance(result, Partition) else Partition(result)
+    if not isinstance(result, Partition | list | tuple):
+        raise InputError(
+            f"{settings.rule.name} returns a {type(result).__name__}; return a list with the indices of each client"
+        )
+    partition = result if isinstance(result, Partition) else Partition(list(result))
     parts = _checked_parts(
         partition.client_indices, num_images=len(rows), num_clients=settings.num_clients, name=settings.rule.name
     )

@@ -2,8 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from statistics import mean
 from typing import Any
 
@@ -12,10 +11,10 @@ import numpy as np
 from fedssl.config.settings import RecordingSettings
 from fedssl.errors import DISK_ERRORS
 from fedssl.logs import log
-from fedssl.runs.manifest import LineFile
 from fedssl.step_cost import TrainingCostMeter
 from server_app.callbacks.base import Callback, RoundEnd
 from server_app.console import IS_ROUND, PlainConsole, ProgressSnapshot
+from server_app.run_folder import RunFolder
 from server_app.trackers.base import SafeTracker
 from server_app.updates import RoundResult
 from strategies.types import ServerState
@@ -39,23 +38,24 @@ class Costs(Callback):
 class Lines(Callback):
     """Appends the lines of every round to the files of the run folder."""
 
-    def __init__(self, folder: Path, files: Mapping[str, LineFile]) -> None:
-        self._folder, self._files = folder, files
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
 
     def on_round_end(self, end: RoundEnd) -> None:
+        self._folder.check_place()
         self._check_clients(end.result)
         end.line = line_of(end.result, seconds=end.seconds) | end.line
         lines = {**end.lines, "clients.jsonl": [row.line() for row in end.result.clients], "metrics.jsonl": [end.line]}
         for name, rows in lines.items():
-            self._files[name].append(rows)
-        for file in self._files.values():
+            self._folder.lines[name].append(rows)
+        for file in self._folder.lines.values():
             file.end_round(end.state.round)
 
     def _check_clients(self, result: RoundResult) -> None:
         """Raise `OSError` if clients of this machine were dropped for a full disk, so that `resume` repeats them."""
         reasons = result.dropped.values()
         codes = [code for code in DISK_ERRORS if any(os.strerror(code) in reason for reason in reasons)]
-        if codes and (self._folder / "clients").is_dir():
+        if codes and (self._folder.path / "clients").is_dir():
             raise OSError(codes[0], os.strerror(codes[0]))
 
 

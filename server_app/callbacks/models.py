@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from fedssl.arrays import Layers
 from fedssl.atomic_files import fsync_file, fsync_folder, saved_rounds
 from fedssl.config.settings import RecordingSettings
+from fedssl.errors import RunError
 from fedssl.logs import log
 from fedssl.runs.snapshots import finish_round, save_layers
 from server_app.callbacks.base import Callback, RoundEnd, RunEnd
 from server_app.checkpoint import save_checkpoint
+from server_app.client_models import ClientModels
 from server_app.client_states import ClientStates
 from server_app.collapse_monitor import CollapseMonitor, summarize_health, warn_of_collapse
 from server_app.run_folder import RunFolder
@@ -20,29 +23,54 @@ from strategies.types import ServerState
 class Checkpoints(Callback):
     """Saves the state after rounds for which it is due, and after the last recorded one.
 
-    The lines of a round are written before: a resumed run removes lines beyond the newest checkpoint.
+    The lines of a round are written before: a resumed run removes lines beyond the newest checkpoint. ``check`` raises
+    `ValueError` for a state from which no run can resume.
     """
 
-    def __init__(self, folder: RunFolder, states: ClientStates, settings: RecordingSettings, *, rounds: int) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        states: ClientStates,
+        settings: RecordingSettings,
+        *,
+        rounds: int,
+        check: Callable[[ServerState], None],
+    ) -> None:
         self._folder, self._states, self._settings, self._rounds = folder, states, settings, rounds
+        self._check: Callable[[ServerState], None] | None = check
         self._state = ServerState()  # that an interrupt saves
 
     def on_run_start(self, state: ServerState) -> None:
         self._state = state
 
     def on_round_end(self, end: RoundEnd) -> None:
+        if self._check is not None:  # once: a strategy of the user makes the same mistake in each round
+            self._check_resumable(self._check, end.state)
+            self._check = None
         self._state = end.state
         if end.state.round % self._settings.checkpoint_every == 0 or end.state.round == self._rounds:
             self.save()
 
     def on_run_end(self, end: RunEnd) -> None:
         """Save the last recorded state, unless a checkpoint is as new."""
-        with suppress(OSError) if end.error is not None else nullcontext():  # the disk may be full
+        with suppress(OSError, RunError) if end.error is not None else nullcontext():  # the disk may be full
             if self._state.round > max(saved_rounds(self._folder.checkpoints), default=0):
                 self.save()
 
+    @staticmethod
+    def _check_resumable(check: Callable[[ServerState], None], state: ServerState) -> None:
+        try:
+            check(replace(state, models={}) if isinstance(state.models, ClientModels) else state)
+        except ValueError as error:
+            raise RunError(
+                f"no run can resume from the state after round {state.round}: {error}; correct the strategy, whose own "
+                "states need the types model_state_type and strategy_state_type, or lower learning rates if values are "
+                "not finite"
+            ) from error
+
     def save(self) -> None:
         state, folder = self._state, self._folder
+        folder.check_place()
         for lines in folder.lines.values():  # the lines of a checkpoint's rounds must be on the disk as well
             fsync_file(lines.file)
         fsync_folder(folder.path)  # and so must their names

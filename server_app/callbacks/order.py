@@ -26,7 +26,7 @@ from server_app.console import PlainConsole
 from server_app.fleet_file import FleetFile
 from server_app.messaging import ClientMessenger
 from server_app.nodes import ClientManager
-from server_app.run_folder import RunFolder
+from server_app.run_folder import RunFolder, schema_of
 from server_app.trackers.base import SafeTracker
 
 
@@ -120,10 +120,16 @@ def make_callbacks(
         [
             Evaluation(components.evaluator, method),
             CollapseReports(path),
-            Lines(path, folder.lines),
+            Lines(folder),
             Tracking(tracker, recording),
             Progress(screen, rounds=settings.rounds),
-            Checkpoints(folder, states, recording, rounds=settings.rounds),
+            Checkpoints(
+                folder,
+                states,
+                recording,
+                rounds=settings.rounds,
+                check=lambda state: schema_of(components).check(state),
+            ),
         ],
         due=lambda round: background and due(round),
         threads=settings.machine.threads,

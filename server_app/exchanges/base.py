@@ -145,7 +145,7 @@ def _ordered(replies: Iterable[Message], sent: SentRound, *, is_lost: Callable[[
             log.warning("an unexpected reply of node %d is ignored", reply.metadata.src_node_id)
         elif reply.has_error():
             expected.remove(client)
-            yield Lost(client, f"it failed with {reply.error.reason}")
+            yield Lost(client, f"it failed: {reply.error.reason}")
         else:
             waiting[client] = reply
         del reply  # a streamed reply is a whole model: free it before the next one is created

@@ -24,7 +24,7 @@ from fedssl.partition import server_indices
 from fedssl.regularizers.base import Regularizer
 from fedssl.schedule.phases import phase_at
 from fedssl.schedule.stages import set_active_stages
-from fedssl.seeding import derive_seed, seed_torch, torch_generator
+from fedssl.seeding import derive_seed, seed_generators, torch_generator
 from fedssl.training import LocalTrainer, train
 from strategies.mods.base import Mod
 from strategies.run_context import RunContext
@@ -89,7 +89,7 @@ class Calibration(Mod):
             self._method.round = round
             self._method.start_round(first=True)
             seed_path = (self._seed, "calibrate", round)
-            seed_torch(derive_seed(*seed_path), self._context.device)
+            seed_generators(derive_seed(*seed_path), self._context.device)
             self._training.reset_optimizer(lr_factor=self._context.lr_factor(round))
             generator = torch_generator(*seed_path)
             train(self._method, self._images, self._rows, training=self._training, generator=generator)

@@ -148,7 +148,7 @@ def test_a_run_survives_failures_of_its_devices(image_folders, tmp_path):
             return any("0" in row["dropped"] for row in rows(run))
 
         until(lambda: took_part(run, 0, after=0) and took_part(run, 1, after=0), "devices a and b took part")
-        reason = "it failed with the message brings"
+        reason = "it failed: the message brings"
         until(lambda: any(row["dropped"].get("2", "").startswith(reason) for row in rows(run)), "c has refused")
         (rejected,) = json.loads((run / "fleet.json").read_text())["rejected"].values()
         assert rejected == "has no images: its data-path does not exist"

@@ -159,7 +159,7 @@ def test_a_device_with_a_full_disk_is_dropped_meanwhile(tmp_path, small_disk):
         images = write_images(tmp_path / "b", 10, seed=1)
         run.running.start_node("b", client_name="b", data_path=images, state_path=small_disk)
         until(lambda: run.client_id("b") is not None and run.reasons("b"), "b is dropped")
-        assert run.reasons("b")[0] == "it failed with OSError (No space left on device); see the log of the device"
+        assert run.reasons("b")[0] == "it failed: OSError (No space left on device); see the log of the device"
         before = run.rounds
         until(lambda: run.rounds > before + 1, "rounds go on without b")
         (small_disk / "other").unlink()

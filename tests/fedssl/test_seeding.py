@@ -1,11 +1,12 @@
 """Seeds: a function of the run's seed and the path, in every process."""
 
+import random
 from itertools import pairwise
 
 import numpy as np
 import torch
 
-from fedssl.seeding import derive_seed, numpy_generator, torch_generator
+from fedssl.seeding import derive_seed, numpy_generator, seed_generators, torch_generator
 
 PATHS = [(), ("train",), ("train", 1), ("train", 2), ("train", 1, 2), ("train", 12), ("niart", 1), (1, "train")]
 
@@ -26,3 +27,12 @@ def test_every_path_and_seed_has_its_own_draws():
         first, again, other = (make(0, "train", round) for round in (1, 1, 2))
         draw = (lambda one: one.random()) if make is numpy_generator else (lambda one: torch.rand((), generator=one))
         assert draw(first) == draw(again) != draw(other)
+
+
+def test_all_global_generators_are_seeded():
+    draws = []
+    for seed in (2**62 + 1, 2, 2**62 + 1):
+        seed_generators(seed, torch.device("cpu"))
+        draws.append((random.random(), np.random.random(), torch.rand(()).item()))
+    assert draws[0] == draws[2]
+    assert all(one != other for one, other in zip(draws[0], draws[1], strict=True))

@@ -65,10 +65,15 @@ def test_images_may_move_before_a_run_is_resumed(tmp_path: Path) -> None:
     forget_images()  # as a new process
     again = repeat_from(1, whole, f"dataset.path={moved}")
     assert model_digests(again) == model_digests(whole)
-    (moved / "00.png").rename(moved / "other.png")
-    forget_images()
-    with pytest.raises(InputError, match=r"the clients' images are in 24 files.*; restore the files, or start a new"):
-        run([f"resume={again}", "rounds=3"])
+    first, other = (moved / "00.png").read_bytes(), (moved / "01.png").read_bytes()
+    assert (len(first), first == other) == (len(other), False)
+    for name, content in (("other.png", first), ("00.png", other)):
+        (moved / "00.png").unlink()
+        (moved / name).write_bytes(content)
+        forget_images()
+        with pytest.raises(InputError, match=r"the clients' images are in 24 files.*; restore the files, or start a "):
+            run([f"resume={again}", "rounds=3"])
+        (moved / name).rename(moved / "00.png")
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def played(strategy, behaviours, *, metrics=()):
         (extra_array, "layer spy.weight is not part of the global model"),
         (integers, "layer encoder.weight has dtype int64"),
         (absurd, "layer encoder.weight has values that are not finite, or far too large"),
-        (crash, "it failed with ValueError: no camera"),
+        (crash, "it failed: ValueError: no camera"),
     ],
 )
 @pytest.mark.parametrize("strategy", [FedAvg, LDAWA, MDAWA])
@@ -147,7 +147,7 @@ def test_clients_are_summed_in_blocks_of_the_sampled_clients(is_dropped):
 
 
 def test_a_round_without_any_usable_update_fails_with_the_reasons():
-    with pytest.raises(RunError, match=r"none of 2 clients .*client 0: it failed with .*no camera.*client 1: layer"):
+    with pytest.raises(RunError, match=r"none of 2 clients .*client 0: it failed: .*no camera.*client 1: layer"):
         run_round(FedAvg(), [crash, not_finite])
 
 
@@ -238,7 +238,7 @@ def test_an_error_of_flower_drops_its_client():
     offline = Message(Error(code=3, reason="node unavailable"), reply_to=configured.messages[1])
     offline.metadata.__dict__["_src_node_id"] = 1
     _, report = end(configured, [replies[0], offline, replies[2], replies[2], offline])
-    assert report.dropped == {1: "it failed with node unavailable"}
+    assert report.dropped == {1: "it failed: node unavailable"}
     assert [row.client for row in report.clients] == [0, 2]
 
 
@@ -276,7 +276,7 @@ def test_what_a_client_says_reaches_no_terminal_as_a_command():
         raise ValueError("\x1b[2J\x1b]0;owned\x07" + "x" * 5_000_000)
 
     _, report = run_round(FedAvg(), [good, attack])
-    assert report.dropped[1].startswith("it failed with ValueError:  [2J ]0;owned xxx")
+    assert report.dropped[1].startswith("it failed: ValueError:  [2J ]0;owned xxx")
     assert len(report.dropped[1]) == 500
 
 

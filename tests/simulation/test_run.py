@@ -67,8 +67,10 @@ def test_a_program_reads_changed_images_again(tmp_path):
     assert (second / "images.txt").read_text() != (first / "images.txt").read_text()
     with pytest.raises(InputError, match="the clients' images are in 24 files, .*; restore the files, or start a new"):
         fedssl.run(resume=first, rounds=2)
-    shutil.copy(images / "02.png", images / "01.png")  # a run that continues in its folder has the same settings
-    fedssl.run(resume=second)
+    shutil.copy(images / "02.png", images / "01.png")
+    with pytest.raises(InputError, match="the clients' images are in 24 files, .*; restore the files, or start a new"):
+        fedssl.run(resume=second)
+    fedssl.run(*settings, path=images, output_dir=tmp_path / "third", rounds=1, engine="local")
     (trained,) = worker._workers.values()
     pixels = trained.images[torch.arange(2)]
     assert torch.equal(pixels[0], pixels[1])

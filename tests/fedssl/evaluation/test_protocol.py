@@ -135,12 +135,15 @@ class FineTuned(EvaluationProtocol):
         return {
             "loss": Score(loss.item(), "nats"),
             "steps": Score(20, ""),
-            "fine_tuned": network[1].weight.grad.norm().item(),
+            "fine_tuned": min(1.0, network[1].weight.grad.norm().item()),
         }
 
 
 class Undefined(FineTuned):
     """A protocol of somebody else, such as R2 of a single image."""
+
+    def result_units(self, num_classes):
+        return {"r2": "accuracy", "error": "m", "knn": "accuracy"}
 
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> Mapping[str, Score | float]:
         return {"r2": math.nan, "error": Score(1.0, "m", std=math.inf), "knn": 0.5}
@@ -149,6 +152,9 @@ class Undefined(FineTuned):
 class Returning(FineTuned):
     def __init__(self, results):
         self.results = results
+
+    def result_units(self, num_classes):
+        return {"knn": "accuracy"}
 
     def __call__(self, evaluation_input: EvaluationInput, *, seed: int) -> Mapping[str, Score | float]:
         return self.results
@@ -163,6 +169,19 @@ def test_results_that_are_not_finite_are_left_out(caplog: pytest.LogCaptureFixtu
 def test_scores_are_plain_numbers(number):
     (score,) = evaluate(Returning({"knn": Score(number, std=number)}), evaluation_input(None), seed=0).values()
     assert (type(score.value), type(score.std), score.value) == (float, float, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("results", "sentence"),
+    [
+        ({"knn": 50.0}, "^Returning returns knn=50; an accuracy is between 0 and 1"),
+        ({"other": 0.5}, "^Returning returns other with the unit 'accuracy', which its result_units do not have: knn"),
+        ({"knn": Score(0.5, "m")}, "^Returning returns knn with the unit 'm', which its result_units do not have"),
+    ],
+)
+def test_results_that_are_not_declared_are_refused(results, sentence):
+    with pytest.raises(InputError, match=sentence):
+        evaluate(Returning(results), evaluation_input(None), seed=0)
 
 
 def test_a_protocol_without_results_is_refused():

@@ -13,7 +13,7 @@ from fedssl.methods.base import build_method
 from fedssl.methods.simclr import SimCLR
 from fedssl.regularizers import fur
 from fedssl.regularizers.base import Regularizer
-from fedssl.seeding import seed_torch, torch_generator
+from fedssl.seeding import seed_generators, torch_generator
 from fedssl.training import LocalTrainer, train
 from tests.cases import some
 from tests.federation import Federation
@@ -242,7 +242,7 @@ def test_a_gpu_records_its_steps(chosen):
         training = LocalTrainer.build(settings.training, training_on)
         images = torch.randint(256, (24, 1, 8, 8), dtype=torch.uint8, generator=torch_generator(0, "pictures")).cuda()
         labels = torch.arange(24, device="cuda") % 10 if training_on.uses_labels else None
-        seed_torch(0, torch.device("cuda", 0))
+        seed_generators(0, torch.device("cuda", 0))
         training_on.start_round(first=True)
         training.reset_optimizer(lr_factor=1.0)
         rows, generator = torch.arange(24), torch_generator(0, "gpu")

@@ -20,7 +20,7 @@ from fedssl.machine.devices import (
     visible_devices,
 )
 from fedssl.methods.base import build_method
-from fedssl.seeding import seed_torch
+from fedssl.seeding import seed_generators
 from fedssl.training import LocalTrainer
 
 
@@ -149,10 +149,10 @@ def test_the_generators_of_device_and_cpu_are_seeded(monkeypatch):
     for kind in ("cuda", "xpu", "mps"):
         monkeypatch.setattr(getattr(torch, kind), "manual_seed", lambda seed, kind=kind: seeded.append((kind, seed)))
         torch.default_generator.manual_seed(0)
-        seed_torch(5, torch.device(kind))
+        seed_generators(5, torch.device(kind))
         assert torch.initial_seed() == 5
     assert seeded == [("cuda", 5), ("xpu", 5), ("mps", 5)]
     torch.default_generator.manual_seed(0)
-    seed_torch(5, torch.device("cpu"))
+    seed_generators(5, torch.device("cpu"))
     assert torch.initial_seed() == 5
     assert len(seeded) == 3

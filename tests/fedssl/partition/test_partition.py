@@ -1,5 +1,6 @@
 """The images of clients and server in a run."""
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -43,6 +44,23 @@ def custom(data: PartitionInput, *, parts: list[list[float]]) -> list[np.ndarray
     return [np.array(part) for part in parts]
 
 
+def shuffled(data: PartitionInput) -> list[np.ndarray]:
+    """Deal the images by global generators, as a rule of a user may do."""
+    rows = np.random.permutation(len(data.images))
+    return np.array_split(rows, random.choice([2, 2]))
+
+
+def test_the_seed_decides_the_draws_of_global_generators():
+    settings = replace(
+        compose([*WORDS, "partition=iid"]).partition, rule=Component({"_target_": f"{__name__}.shuffled"})
+    )
+    parts = []
+    for seed in (7, 8, 7):
+        parts.append(np.concatenate(client_indices(replace(settings, seed=seed), IMAGES)).tolist())
+        np.random.seed(5)
+    assert parts[0] == parts[2] != parts[1]
+
+
 @pytest.mark.parametrize(
     ("parts", "sentence"),
     [
@@ -60,6 +78,9 @@ def test_what_a_rule_returns_is_checked(parts, sentence):
     settings = compose([*WORDS, "partition=iid"]).partition
     rule = Component({"_target_": f"{__name__}.custom", "parts": parts})
     with pytest.raises(InputError, match=sentence):
+        make_partition(replace(settings, rule=rule), IMAGES)
+    rule = Component({"_target_": "builtins.id"})
+    with pytest.raises(InputError, match="id returns a int; return a list with the indices of each client"):
         make_partition(replace(settings, rule=rule), IMAGES)
     valid = Component({"_target_": f"{__name__}.custom", "parts": [[], [3, 1]]})
     assert [part.tolist() for part in client_indices(replace(settings, rule=valid), IMAGES)] == [[], [3, 1]]

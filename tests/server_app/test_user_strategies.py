@@ -1,0 +1,55 @@
+"""What hooks of a user's classes return is checked, with the name of the hook and the remedy."""
+
+import pytest
+import torch
+
+from fedssl.errors import InputError, RunError
+from fedssl.methods.simclr import SimCLR
+from fedssl.regularizers.base import Regularizer
+from simulation.run import run
+from strategies.base import ServerStrategy
+from tests.federation import Federation
+from tests.runs import SMALL
+
+
+@pytest.mark.parametrize(
+    ("hook", "returned", "sentence"),
+    [
+        ("candidate_models", "even", "candidate_models of ServerStrategy returns 'even'; return a tuple of names"),
+        ("starting_model", 0, r"candidate_models of ServerStrategy returns '\(0,\)'; return a tuple of names"),
+        ("destination_models", "global", "destination_models of ServerStrategy returns 'global'; return a tuple"),
+        ("upload_names", ("nothing",), "upload_names of ServerStrategy returns nothing; return some of the layers enc"),
+        ("download_names", ["encoder"], "download_names of ServerStrategy returns .*; return a tuple of names"),
+        ("after_aggregation", None, "after_aggregation of ServerStrategy returns a NoneType; return a tuple of two"),
+        ("on_round_end", {}, "on_round_end of ServerStrategy returns a dict; return a tuple of two values"),
+    ],
+)
+def test_a_hook_returns_what_it_should(hook, returned, sentence, tmp_path, monkeypatch):
+    monkeypatch.setattr(ServerStrategy, hook, lambda *arguments: returned)
+    with pytest.raises(InputError, match=f"^{sentence}"):
+        Federation(tmp_path, "strategy=fedavg").run(1)
+
+
+@pytest.mark.parametrize("returned", [({"calls": 1}, {}), ({"scale": float("nan")}, {})])
+def test_an_undeclared_state_ends_the_first_round(returned, tmp_path, monkeypatch):
+    """Else its checkpoints would be refused when the run is resumed."""
+    monkeypatch.setattr(ServerStrategy, "after_aggregation", lambda *arguments: returned)
+    with pytest.raises(RunError, match="from the state after round 1: the state of the strategy has an invalid .*type"):
+        run([*SMALL, "strategy=fedavg", "rounds=2", "final_evaluation=none", f"output_dir={tmp_path / 'run'}"])
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        ((1.0,), "a tuple"),
+        (None, "a NoneType"),
+        (torch.ones(2, requires_grad=True), r"a tensor of shape \(2,\)"),
+        (torch.ones(()), r"a tensor of shape \(\) without a gradient"),
+    ],
+)
+@pytest.mark.parametrize(("owner", "hook"), [(SimCLR, "loss"), (Regularizer, "apply")])
+def test_a_loss_is_a_scalar_with_a_gradient(owner, hook, returned, found, tmp_path, monkeypatch):
+    monkeypatch.setattr(owner, hook, lambda *arguments: returned)
+    sentence = f"it failed: the loss of {owner.__name__} is {found}; return a scalar tensor with a gradient"
+    with pytest.raises(RunError, match=sentence):
+        run([*SMALL, "strategy=fedavg", "rounds=1", "final_evaluation=none", f"output_dir={tmp_path / 'run'}"])
