@@ -139,7 +139,7 @@ def _warn(embeddings: Embeddings, rows: np.ndarray, classes: Sequence[str]) -> N
         log.warning("%s", sanitize(f"each of {shortened(joined)} counts as one class; {_SEVERAL}"))
     spellings: dict[str, list[str]] = {}
     for name in classes:
-        spellings.setdefault(name.strip().casefold(), []).append(name)
+        spellings.setdefault(re.sub(r"^0+(?=\d)", "", name.strip().casefold()), []).append(name)
     for similar in spellings.values():
         if len(similar) > 1:
             listed = ", ".join(map(repr, similar))

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from fedssl.datasets.column_types import is_text
 from fedssl.datasets.decoding import Encoded
+from fedssl.datasets.holdout import NO_LABEL
 from fedssl.datasets.image_index import (
     BATCH,
     FOLDER,
@@ -178,30 +179,34 @@ def _columns(files: Sequence[Path], query: Query, *, data_set: Sequence[Path], s
 
 
 def _existing(index: "RowIndex", query: Query, chosen: np.ndarray | None) -> SequenceIndex:
-    """Return the images in files that exist, each file once; `InputError` if some do not and this is not allowed."""
+    """Return the images in files that exist, each file once; `InputError` if some do not and this is not allowed.
+
+    Of several rows of a file the first one with a label is used.
+    """
     images, table = index.files, index.tables[0]
+    named = table if len(index.tables) == 1 else shortened(index.tables)
+    labels = np.zeros(len(images)) if index.labels is None else index.labels
     if query.group == FOLDER and index.groups is None:
         index = replace(index, **grouped_by_folder(images, table.parent))
     missing = [row for row, image in enumerate(images) if not is_file(Path(image))]
     present = sorted({*range(len(images))} - {*missing})
     names = [os.path.normpath(image) for image in images]
-    first = {names[row]: row for row in reversed(present)}
+    first = {names[row]: row for row in sorted(present, key=lambda row: (labels[row] != NO_LABEL, -row))}
     rows = np.array(sorted(first.values()), dtype=np.int64)
     warnings: tuple[str, ...] = ()
     if missing:
         listed = shortened(sanitize_line(str(images[row]).removeprefix(".")) or "an empty one" for row in missing)
-        line = f"{len(missing):,} of the {len(images):,} image files that {table} names do not exist, such as {listed}"
+        line = f"{len(missing):,} of the {len(images):,} image files that {named} names do not exist, such as {listed}"
         if not query.skip_missing or not len(rows):
             remedy = "use the others with dataset.skip_missing=true" if len(rows) else "move the table to its images"
             raise InputError(f"{line}; correct the paths, which begin at {table.parent}, or {remedy}")
         warnings += (f"{line}: the others are used",)
     again = [row for row in present if first[names[row]] != row]
     if again:
-        firsts = [first[names[row]] for row in again]
-        others = 0 if index.labels is None else int((index.labels[again] != index.labels[firsts]).sum())
-        line = f"{table} names {len(again):,} image files again, such as {images[again[0]]}"
+        others = sum(labels[row] not in (NO_LABEL, labels[first[names[row]]]) for row in again)
+        line = f"{named} names {len(again):,} image files again, such as {images[again[0]]}"
         line += f", {others:,} of them with another label" if others else ""
-        warnings += (f"{line}: their first rows are used",)
+        warnings += (f"{line}: their first rows with a label are used",)
     rows = rows if chosen is None else rows[chosen[rows]]
     index = replace(index, warnings=index.warnings + warnings).at(rows)
     return with_pages(index, index.files, query.pages)

@@ -12,6 +12,7 @@ blank means none.
 import logging
 import math
 import os
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -216,12 +217,13 @@ def _by_image(file: Path, names: Sequence[str], splits: Sequence[LabeledImages])
         raise InputError(f"{file} has several rows of {shortened(twice)}; keep one row per image")
     places = [place for split in splits for place in _places(split)]
     names = [name if "/" in name else name.replace("\\", "/") for name in names]  # as Windows writes them
-    by_path = {os.path.normpath((file.parent / name).absolute()): row for row, name in enumerate(names)}
+    by_path = {_normal((file.parent / name).absolute()): row for row, name in enumerate(names)}
     of_path = {place.name: by_path.get(place.name, by_path.get(str(place.file), -1)) for place in places}
     if max(of_path.values(), default=-1) >= 0:
         return {image: row for image, row in of_path.items() if row >= 0}
     by_name, by_stem = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
     for row, name in enumerate(names):
+        name = _normal(Path(name))
         by_name[Path(name).name].append(row)
         if not name.endswith("]"):  # a page is not its file
             by_stem[Path(name).stem].append(row)
@@ -249,4 +251,9 @@ def _places(images: LabeledImages) -> list[Place]:
     places = [index.places(np.array([row]))[0] for row in rows]
     if not isinstance(index, PageIndex):  # the part is a row of a table, which is one image
         places = [Place(place.name) for place in places]
-    return [Place(os.path.normpath(Path(place.file).absolute()), place.part) for place in places]
+    return [Place(_normal(Path(place.file).absolute()), place.part) for place in places]
+
+
+def _normal(path: Path) -> str:
+    """Return a path for comparisons: macOS writes the letters of names and their accents one by one."""
+    return unicodedata.normalize("NFC", os.path.normpath(path))

@@ -47,16 +47,20 @@ _ROWS = {
 
 _TIMM = """```python
 import timm
+from PIL import Image, ImageOps
 
+image = ImageOps.exif_transpose(Image.open("FILE")).convert("MODE")
 encoder = timm.create_model("hf-hub:USER/NAME", pretrained=True).eval()  # or "local-dir:FOLDER"
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(encoder))
-features = encoder(transform(image)[None])  # an image of Pillow
-```"""
+features = encoder(transform(image)[None]).detach()
+```
+
+Pillow cuts values of 16 bits off. Transparent pixels were white in training."""
 _OURS = """```python
 from fedssl.export import load_encoder
 
 encoder = load_encoder("FOLDER/model.safetensors")  # needs safetensors
-features = encoder(encoder.preprocess(images))  # of Pillow, or uint8 (batch, channels, height, width)
+features = encoder(encoder.preprocess(images)).detach()  # of Pillow, or uint8 (batch, channels, height, width)
 ```"""
 
 
@@ -160,7 +164,7 @@ def model_card(source: ExportSource, *, in_timm: bool) -> str:
         f"It maps images with {encoder.channels} channel(s), the shorter side resized to {encoder.size} pixels and the "
         f"center cropped, to {encoder.feature_dim} numbers. It has no classifier. Made with fedssl.",
         "**License:** not specified. Add it here and in the metadata at the top of this file.",
-        "## Use\n\n" + (_TIMM if in_timm else _OURS),
+        "## Use\n\n" + (_TIMM.replace("MODE", "L" if encoder.channels == 1 else "RGB") if in_timm else _OURS),
         f"{_scaling(encoder.preprocess)}. Then the mean {list(encoder.mean)} is subtracted and the result divided by "
         f"{list(encoder.std)}, per channel.",
         "## Training\n\n" + _table(_training(source)),

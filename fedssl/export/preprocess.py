@@ -81,6 +81,8 @@ class Preprocess:
         found, remedy = f"a {type(images).__name__}", "give PIL.Image.open(FILE), or convert them first"
         if isinstance(images, np.ndarray):
             found, remedy = f"an array of {images.dtype} and shape {images.shape}", "convert it with torch.from_numpy"
+            last = images.ndim in (3, 4) and images.shape[-1] == channels != images.shape[-3]
+            remedy += "(images).movedim(-1, -3)" if last else ""
         if isinstance(images, list | tuple):
             found, remedy = f"an empty {type(images).__name__}", "give one image or more"
         if isinstance(images, Tensor):

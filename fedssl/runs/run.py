@@ -1,6 +1,7 @@
 """Find and read run folders: settings, status and results."""
 
 import json
+import logging
 import os
 import re
 import time
@@ -19,6 +20,7 @@ from fedssl.config.statistics_settings import FEDERATED, measured_keys
 from fedssl.digests import checksum
 from fedssl.errors import InputError, sanitize
 from fedssl.evaluation.scores import ACCURACY, Score, as_scores
+from fedssl.logs import log_once
 from fedssl.plain_values import as_text, flatten
 from fedssl.runs.jsonl import finite_number, incomplete_files, mapping_of, missing_rounds, optional, read_jsonl, text
 from fedssl.safe_io import corrupt_file_error, open_regular_file, read_text, read_yaml
@@ -204,15 +206,31 @@ def _result_in(line: Mapping[str, Any], name: str) -> Score | None:
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
-    """Read the runs at or below folders, each once. A folder without a run, or with damaged files, is an InputError."""
-    runs: dict[Path, Run] = {}
+    """Read the runs at or below folders, each once. A folder without a run is an `InputError`.
+
+    Runs with damaged files are left out and logged; if no other is left, the first one is an `InputError`.
+    """
+    runs: dict[Path, Run | InputError] = {}
     for folder in folders:
         paths = run_folders(folder)
         if not paths:
             problem = "there is no run in" if folder.is_dir() else "there is no folder"
             raise InputError(f"{problem} {folder}; give the folders of runs or of sweeps, e.g. runs/* or multirun/*")
-        runs |= {path.resolve(): read_run(path) for path in paths if path.resolve() not in runs}
-    return list(runs.values())
+        runs |= {path.resolve(): _run_or_error(path) for path in paths if path.resolve() not in runs}
+    found = [run for run in runs.values() if isinstance(run, Run)]
+    for error in runs.values():
+        if isinstance(error, InputError):
+            if not found:
+                raise error
+            log_once(logging.WARNING, f"a run is left out: {error}")
+    return found
+
+
+def _run_or_error(folder: Path) -> Run | InputError:
+    try:
+        return read_run(folder)
+    except InputError as error:
+        return error
 
 
 def select_metrics(runs: Sequence[Run], metrics: Sequence[str] | None) -> Sequence[Run]:

@@ -68,3 +68,14 @@ def test_copies_with_two_labels_are_refused(run: Path, tmp_path: Path, blank: bo
     table = write_table(tmp_path, [(one, "a"), ("black.npy", "a"), ("copy.npy", "b")])
     with pytest.raises(InputError, match="are the same image, but labeled 'a' and 'b'; remove the wrong one"):
         labeled(run, table)
+
+
+def test_similar_names_of_classes_are_logged(run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = []
+    for number, name in enumerate(["01", "1", "10", "cat", "Cat "]):
+        write(tmp_path / f"{number}.png", "green", seed=number)
+        rows.append((f"{number}.png", name))
+    labeled(run, write_table(tmp_path, rows))
+    warnings = [line for line in caplog.messages if "count as 2 classes; write them alike if they are one" in line]
+    assert len(warnings) == 2
+    assert warnings[0].startswith("'01', '1' count")

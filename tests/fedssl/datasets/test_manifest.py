@@ -204,6 +204,15 @@ def test_repeated_files_are_used_once(images: Path) -> None:
     assert "1 of them with another label" in warning
 
 
+def test_of_repeated_files_the_first_label_is_used(images: Path) -> None:
+    """A label may be missing where a file is named first."""
+    rows = "my images/1.png,\nmy images/2.png,b\nmy images/1.png,a\nmy images/2.png,\nmy images/1.png,a\n"
+    data = read(images, f"path,label\n{rows}")
+    assert (first_pixels(data.images), data.labels.tolist()) == ([20, 10], [1, 0])
+    (warning,) = [line for line in data.warnings if "image files again" in line]
+    assert warning.endswith("my images/1.png: their first rows with a label are used")
+
+
 def test_a_column_has_the_splits(images: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     text = "path,label,split\n" + "".join(

@@ -1,5 +1,6 @@
 """Targets in columns of parquet files and in CSV files, in the forms that people write."""
 
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,16 @@ def read_csv(folder: Path, text: str, *, columns=None):
     subject = make_evaluation_input(None, data, device=torch.device("cpu"), needs_labels=False)
     assert subject is not None
     return read_targets(subject, columns=columns, file=str(folder / "t.csv"), convert=as_numbers)
+
+
+@pytest.mark.parametrize("file", ["train/{}.png", "{}"])
+def test_accents_have_two_forms(tmp_path: Path, file: str):
+    """macOS writes the letters of names and their accents one by one."""
+    apart, together = (unicodedata.normalize(form, "é") for form in ("NFD", "NFC"))
+    images_in_folders(tmp_path, f"train/{apart}.png", "train/b.png", "test/c.png")
+    text = f"file,x\n{file.format(together)},1\n{file.format('b')},2\n{file.format('c').replace('train', 'test')},3\n"
+    result = read_csv(tmp_path, text)
+    assert sorted(result.train[:, 0].tolist()) == [1, 2]
 
 
 def test_csv_files_name_images_by_path_or_by_name(tmp_path: Path):

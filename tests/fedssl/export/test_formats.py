@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime
 import pytest
@@ -16,6 +17,7 @@ import safetensors.torch
 import timm
 import torch
 from omegaconf import OmegaConf
+from PIL import Image
 from torch import Tensor
 
 from fedssl.config.load import compose
@@ -142,7 +144,18 @@ def test_hub_folder_is_timms_if_timm_has_the_architecture(settings: dict[str, An
     with torch.no_grad():
         found = model((images / 255 - mean) / std)
     torch.testing.assert_close(found, ours(source.encoder, images), rtol=0, atol=1e-5)
-    assert 'create_model("hf-hub:USER/NAME", pretrained=True)' in (folder / "README.md").read_text()
+    code = (folder / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    assert 'create_model("hf-hub:USER/NAME", pretrained=True)' in code
+    rotated = Image.new("CMYK", (2 * size, size))
+    rotated.paste((0, 200, 100, 0), (0, 0, size, size))
+    exif = rotated.getexif()
+    exif[0x0112] = 6  # its orientation
+    rotated.save(tmp_path / "rotated.jpg", exif=exif)
+    names: dict[str, Any] = {}
+    exec(code.replace("hf-hub:USER/NAME", f"local-dir:{folder}").replace("FILE", str(tmp_path / "rotated.jpg")), names)
+    found = names["features"].numpy()
+    expected = source.encoder(source.encoder.preprocess(tmp_path / "rotated.jpg")).detach().numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-3)
 
 
 def test_other_hub_folders_are_loaded_by_fedssl_and_have_cards(run: Path, monkeypatch):

@@ -146,7 +146,7 @@ def test_percentiles_of_tensors_are_those_of_files(tmp_path: Path):
         (torch.zeros(16, 16, dtype=torch.uint8), r"torch.uint8 of shape \(16, 16\)"),
         (
             np.zeros((16, 16, 3), np.uint8),
-            r"array of uint8 and shape \(16, 16, 3\), .*; convert it with torch.from_numpy",
+            r"array of uint8 and shape \(16, 16, 3\), .*; convert it with torch.from_numpy\(images\).movedim\(-1, -3\)",
         ),
         ([], "images are an empty list, .*; give one image or more"),
     ],

@@ -81,6 +81,13 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(sweep: Path, tmp_path: Pa
     assert (tmp_path / "table.md").read_text() == "before"
 
 
+def test_a_damaged_run_is_left_out(sweep: Path, command, caplog):
+    (sweep / "0" / "config.yaml").write_text("a: [")
+    status, out, _ = command(sweep)
+    assert (status, "knn (%)" in out) == (0, True)
+    assert f"a run is left out: {sweep / '0' / 'config.yaml'} cannot be used (it is not valid YAML" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
