@@ -27,6 +27,7 @@ from simulation.pruning import check_metric, pruning_of, successive_halving
 from simulation.run import run
 from simulation.sweep import (
     JobWave,
+    check_any_valid,
     finish_sweep,
     folder_to_resume,
     needs_hydra,
@@ -104,6 +105,8 @@ def _run_sweep(overrides: Sequence[str]) -> int:
         new = [override for override in overrides if not (resumed and override.startswith("resume="))]
         state = plan_jobs(folder, new, options)
         jobs = state.jobs_in(folder)
+        if not resumed:
+            check_any_valid(jobs)
         pruning = pruning_of(state, jobs)
         waiting = waiting_jobs(jobs, retry=options.get("retry", False))
         limit, address = options.get("jobs"), options.get("address")

@@ -136,6 +136,20 @@ def group_settings(group: Iterable[Job]) -> Settings | None:
     return None
 
 
+def check_any_valid(jobs: Sequence[Job]) -> None:
+    """Raise the `InputError` of the first job if no job has valid settings."""
+    errors: list[InputError] = []
+    for job in jobs:
+        try:
+            load_settings(job_overrides(job))
+        except InputError as error:
+            errors.append(error)
+        else:
+            return
+    if errors:
+        raise InputError(f"no job of the sweep has valid settings: {errors[0]}")
+
+
 def waiting_jobs(jobs: Sequence[Job], *, retry: bool) -> list[Job]:
     """Return the jobs that are not finished, without those that failed unless they are retried.
 

@@ -5,6 +5,7 @@ torch is imported inside the functions, because the command reads `OPENMP_ENV` b
 
 import ctypes
 import gc
+import logging
 import math
 import os
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedssl.config.settings import MachineSettings
+from fedssl.logs import log_once
 from fedssl.machine.memory import iter_cgroups
 
 if TYPE_CHECKING:
@@ -122,6 +124,10 @@ def configure_process(machine: MachineSettings) -> "torch.device":
 
     from fedssl.machine.devices import select_device
 
+    if machine.threads > (cores := available_cores()):
+        log_once(
+            logging.WARNING, f"threads={machine.threads} wait for each other on {cores} cores; set threads={cores}"
+        )
     torch.set_num_threads(machine.threads)
     if machine.keep_freed_memory:
         set_allocator_thresholds()

@@ -132,3 +132,12 @@ def test_jobs_resume_with_what_only_a_command_may_give(tmp_path, monkeypatch, ca
     hint = shlex.split(error.partition("continue with: ")[2])
     assert command(*hint[2:]) == (0, "")
     assert sorted(read_run(folder / number).state for number in "01") == ["finished", "pruned"]
+
+
+def test_a_sweep_without_a_valid_job_leaves_no_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for words, reason in ((["rounds=0,-1"], "rounds=0 must be an integer"), (["seed="], "seed=")):
+        monkeypatch.setattr("sys.argv", ["fedssl", "-m", *words])
+        assert cli.main() == 2
+        assert f"no job of the sweep has valid settings: {reason}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

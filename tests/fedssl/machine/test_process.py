@@ -4,12 +4,14 @@ import functools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from fedssl.machine.process import available_cores, optimizer_step
+from fedssl.config.load import compose
+from fedssl.machine.process import available_cores, configure_process, optimizer_step
 
 
 class WrappedSGD(torch.optim.SGD):
@@ -94,3 +96,13 @@ def test_a_quota_of_the_kernel():
         assert int(subprocess.run(command, capture_output=True, check=True).stdout) == 1
     finally:
         folder.rmdir()
+
+
+def test_more_threads_than_cores_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    settings, cores = compose([]).machine, available_cores()
+    threads = torch.get_num_threads()
+    for number in (cores, cores + 1):
+        configure_process(replace(settings, threads=number))
+    torch.set_num_threads(threads)
+    (message,) = [line for line in caplog.messages if "wait for each other" in line]
+    assert message == f"threads={cores + 1} wait for each other on {cores} cores; set threads={cores}"
