@@ -179,10 +179,7 @@ def _columns(files: Sequence[Path], query: Query, *, data_set: Sequence[Path], s
 
 
 def _existing(index: "RowIndex", query: Query, chosen: np.ndarray | None) -> SequenceIndex:
-    """Return the images in files that exist, each file once; `InputError` if some do not and this is not allowed.
-
-    Of several rows of a file the first one with a label is used.
-    """
+    """Return the images in files that exist, each once, by its first row with a label; else an `InputError`."""
     images, table = index.files, index.tables[0]
     named = table if len(index.tables) == 1 else shortened(index.tables)
     labels = np.zeros(len(images)) if index.labels is None else index.labels

@@ -18,6 +18,7 @@ import argparse
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fedssl.atomic_files import write_text
@@ -28,7 +29,7 @@ from fedssl.report.accuracy_table import run_results
 from fedssl.report.cost_table import cost_table
 from fedssl.report.paired_table import paired_table
 from fedssl.report.paper_table import paper_table, read_table
-from fedssl.runs.run import Run, find_runs, is_locked, run_folders, select_metrics
+from fedssl.runs.run import Run, find_runs, is_locked, run_folders
 from fedssl.text_table import TextTable
 
 FORMATS = (".md", ".csv", ".tex", ".html")
@@ -100,6 +101,17 @@ def figures(options: argparse.Namespace) -> None:
     print()
     if failures:
         raise InputError("; ".join(failures))
+
+
+def select_metrics(runs: Sequence[Run], metrics: Sequence[str] | None) -> Sequence[Run]:
+    """Return the runs with only these results, None for all; `InputError` for one that none of the runs has."""
+    if not metrics:
+        return runs
+    known = dict.fromkeys(name for run in runs for name in run.results)
+    unknown = [name for name in metrics if known and name not in known]
+    if unknown:
+        raise InputError(f"--metrics {unknown[0]} is not a result of these runs; choose from {', '.join(known)}")
+    return [replace(run, metrics=frozenset(metrics)) for run in runs]
 
 
 def report(options: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -210,38 +210,23 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
 
     Runs with damaged files are left out and logged; if no other is left, the first one is an `InputError`.
     """
-    runs: dict[Path, Run | InputError] = {}
+    runs: dict[Path, Run] = {}
+    errors: list[InputError] = []
     for folder in folders:
         paths = run_folders(folder)
         if not paths:
             problem = "there is no run in" if folder.is_dir() else "there is no folder"
             raise InputError(f"{problem} {folder}; give the folders of runs or of sweeps, e.g. runs/* or multirun/*")
-        runs |= {path.resolve(): _run_or_error(path) for path in paths if path.resolve() not in runs}
-    found = [run for run in runs.values() if isinstance(run, Run)]
-    for error in runs.values():
-        if isinstance(error, InputError):
-            if not found:
-                raise error
-            log_once(logging.WARNING, f"a run is left out: {error}")
-    return found
-
-
-def _run_or_error(folder: Path) -> Run | InputError:
-    try:
-        return read_run(folder)
-    except InputError as error:
-        return error
-
-
-def select_metrics(runs: Sequence[Run], metrics: Sequence[str] | None) -> Sequence[Run]:
-    """Return the runs with only these results, None for all; `InputError` for one that none of the runs has."""
-    if not metrics:
-        return runs
-    known = dict.fromkeys(name for run in runs for name in run.results)
-    unknown = [name for name in metrics if known and name not in known]
-    if unknown:
-        raise InputError(f"--metrics {unknown[0]} is not a result of these runs; choose from {', '.join(known)}")
-    return [replace(run, metrics=frozenset(metrics)) for run in runs]
+        for path in paths:
+            try:
+                runs[path.resolve()] = runs.get(path.resolve()) or read_run(path)
+            except InputError as error:
+                errors.append(error)
+    if errors and not runs:
+        raise errors[0]
+    for damage in errors:
+        log_once(logging.WARNING, f"a run is left out: {damage}")
+    return list(runs.values())
 
 
 def read_run(folder: Path) -> Run:

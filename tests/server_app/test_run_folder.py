@@ -1,4 +1,4 @@
-"""What a run folder is begun with, and its loss."""
+"""The start of a run folder, and its move or deletion during a run."""
 
 import shutil
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What hooks of a user's classes return is checked, with the name of the hook and the remedy."""
+"""Values that hooks of a user's classes return: the error names the hook and a remedy."""
 
 import pytest
 import torch

@@ -10,9 +10,10 @@ import pytest
 from fedssl.plots.comparisons import evaluation_points, line_styles, mean_cosines, plot_accuracy
 from fedssl.plots.forgetting import ClientForgetting, mean_forgetting
 from fedssl.plots.registry import write_plot
+from fedssl.report.cli import select_metrics
 from fedssl.runs.costs import sum_costs
 from fedssl.runs.groups import group_by_seed
-from fedssl.runs.run import Run, find_runs, read_run, select_metrics
+from fedssl.runs.run import Run, find_runs, read_run
 from tests.runs import change_summary, write_lines, write_run
 
 

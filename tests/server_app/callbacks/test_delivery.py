@@ -96,7 +96,7 @@ def own_encoder(**settings):
 
 
 def test_commands_use_the_folders_that_the_owner_set(tmp_path, monkeypatch, capsys):
-    """Those of states and of own encoders, in ``node.env``."""
+    """``node.env`` names the folders of states and of own encoders."""
     settings = {"_target_": f"{__name__}.own_encoder", "channels": 1, "size": 8, "width": 4}
     encoder, file = conv_small(channels=1, size=8, width=4), tmp_path / "encoder.pt"
     save_encoder(file, encoder, settings=settings, mean=[0.5], std=[0.2], metadata={})
