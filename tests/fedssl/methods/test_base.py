@@ -220,7 +220,7 @@ def test_a_method_without_its_encoder_is_refused() -> None:
     with pytest.raises(InputError, match=r"Headless has no encoder; call super\(\).__init__\(encoder\)"):
         build_method(custom)
     custom = replace(model, method=Component({"_target_": f"{__name__}.the_encoder"}))
-    with pytest.raises(InputError, match="the_encoder makes a ConvEncoder; return a subclass of fedssl.methods"):
+    with pytest.raises(InputError, match="the_encoder makes a ConvSmall; return a subclass of fedssl.methods"):
         build_method(custom)
 
 
