@@ -58,7 +58,7 @@ Value = bool | float | int | str
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeClient:
-    """An edge client by its configuration, see the module docstring.
+    """An edge client by its configuration.
 
     ``folders`` are folders of settings beside ``conf/``. ``threads`` None depends on the image size.
     """

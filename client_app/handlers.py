@@ -36,6 +36,7 @@ from fedssl.runs.manifest import STATE_SUFFIX, client_folder, remove_versions_af
 from fedssl.safe_io import sanitize_line
 from fedssl.secure_aggregation.client import is_secure, secagg_reply
 from fedssl.secure_aggregation.protocol import SECAGG_CONFIG_KEY
+from fedssl.seeding import python_seed
 from fedssl.statistics.exchange import QUERY, answer
 from fedssl.wire.delivery import EncoderDelivery, quality_content
 from fedssl.wire.device import code_fingerprint
@@ -76,6 +77,7 @@ Client = EdgeClient | SimulatedClient
 StepHook = Callable[[], None]
 
 
+@python_seed(None)
 def handle(message: Message, context: Context, *, on_step_start: StepHook = lambda: None) -> Message:
     """Return the reply to a message. An error becomes an error reply, so that the round continues without the client.
 
@@ -103,7 +105,7 @@ def failure_reply(message: Message, context: Context, error: Exception) -> Messa
     """Return the error reply for an error, and log the error on an edge client."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     name = OUT_OF_MEMORY if is_out_of_memory(error) else type(error).__name__  # Ray's engine retries the client
-    is_sentence = isinstance(error, InputError)
+    is_sentence = isinstance(error, InputError) and name != OUT_OF_MEMORY
     reason = str(error) if is_sentence else f"{name}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
     if is_simulated(context.node_config):
         log.debug("the client failed", exc_info=error)

@@ -235,7 +235,7 @@ class Run:
         from fedssl.config.commands import encoder_file
 
         several = sorted(self.path.glob("encoder-*.pt"))
-        if several:
+        if several and not (self.path / "encoder.pt").exists():
             raise InputError(
                 f"{self.path} has {len(several)} encoders; load one of them with {function}({str(several[0])!r})"
             )

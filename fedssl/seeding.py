@@ -5,6 +5,8 @@ run draw the same numbers.
 """
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,15 +33,30 @@ def seed_generators(seed: int, device: "torch.device") -> None:
     """
     import torch
 
-    seed_python(seed)
+    _seed_python(seed)
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         with torch.accelerator.device_index(device.index):
             torch.get_device_module(device).manual_seed(seed)
 
 
-def seed_python(seed: int) -> None:
-    """Seed the global generators of Python and NumPy, from which the user's classes may draw."""
+@contextmanager
+def python_seed(seed: int | None) -> Iterator[None]:
+    """Seed the global generators of Python and NumPy, from which the user's classes may draw, and restore them.
+
+    None only restores them: the noise of another library in the process must not be known to who knows the seed.
+    """
+    before = random.getstate(), np.random.get_state()
+    try:
+        if seed is not None:
+            _seed_python(seed)
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+def _seed_python(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
 

@@ -18,7 +18,7 @@ from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import check_loaded
 from fedssl.optimizers.base import SeveralPasses
 from fedssl.regularizers.base import CombinedRegularizer, Regularizer, RegularizerInput
-from fedssl.training_checks import check_regularizer, check_views, checked_loss
+from fedssl.training_checks import check_loss, check_regularizer, check_views
 from fedssl.views import Views
 
 Augment = Callable[[Tensor, torch.Generator], Views]
@@ -216,10 +216,10 @@ def _step(method: SSLMethod, training: LocalTrainer, generator: torch.Generator,
         optimizer.zero_grad(set_to_none=True)
         with training.autocast(views[0].images.device):
             with capture_outputs(method, regularizer.resolve_part(method)) as outputs:
-                loss = checked_loss(method.loss(views), method)
+                loss = method.loss(views)
             z = [rows for output in outputs for rows in output.split(views.num_images)][: regularizer.num_views]
             loss = regularizer.apply(loss, RegularizerInput(method, views, tuple(z), generator))
-            checked_loss(loss, regularizer)
+            check_loss(loss, method)
         loss.backward()
         if training.clip_norm is not None:
             trained = [parameter for parameter in method.parameters() if parameter.requires_grad]

@@ -108,11 +108,10 @@ def _check_view_size(encoder: Encoder, recipe: ViewRecipe, shape: tuple[int, int
         ) from error
 
 
-def checked_loss(loss: Any, owner: object) -> Tensor:
-    """Return the loss of a method or a regularizer; `InputError` unless it is a scalar with a gradient."""
+def check_loss(loss: Any, method: SSLMethod) -> None:
+    """Raise an `InputError` unless the loss of a step, with the regularizer, is a scalar with a gradient."""
     if isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad:
-        return loss
-    kind = type(loss).__name__
-    found = f"a {kind}" if not isinstance(loss, Tensor) else f"a tensor of shape {tuple(loss.shape)}"
+        return
+    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     found += " without a gradient" if isinstance(loss, Tensor) and not loss.requires_grad else ""
-    raise InputError(f"the loss of {type(owner).__name__} is {found}; return a scalar tensor with a gradient")
+    raise InputError(f"the loss of {type(method).__name__} is {found}; return a scalar tensor with a gradient")

@@ -86,6 +86,13 @@ class StateSchema:
         _check_typed_dict(model.strategy_state, self.model_state_type)
 
 
+def check_strategy_states(state: ServerState, *, model_state_type: type, strategy_state_type: type) -> None:
+    """Raise `ValueError` for states of a strategy that are not of the types it declares, or not finite."""
+    for model in () if isinstance(state.models, ClientModels) else state.models.values():
+        _check_typed_dict(model.strategy_state, model_state_type)
+    _check_typed_dict(state.strategy_state, strategy_state_type)
+
+
 def save_checkpoint(
     folder: Path, state: ServerState, *, keep: int, parts: Sequence[Part] = (), recoveries: Sequence[str] = ()
 ) -> None:

@@ -302,14 +302,6 @@ def disk_errors_as_run_error(folder: Path, *, check_place: Callable[[], None]) -
         raise disk_error(folder, error) from error
 
 
-def moved_error(folder: Path) -> RunError:
-    """Return the error of a run folder that is no longer at its place; clients may have created it again."""
-    return RunError(
-        f"{folder} was moved or deleted during the run; remove what is there now and move it back, then continue with "
-        f"{resume_command(folder)}"
-    )
-
-
 def disk_error(folder: Path, error: OSError) -> RunError:
     """Return the error of a run folder that cannot be written any more."""
     remedy = f"continue with {resume_command(folder)}" if (folder / "config.yaml").exists() else "start the run again"

@@ -21,17 +21,20 @@ from strategies.round_start import ClientAssignment, RoundStart, StartingModel, 
 from strategies.rules import RoundExchange
 from strategies.types import GlobalModel, ServerState
 
+_START = "candidate_models (or starting_model)"
+
 
 def _names(server: ServerStrategy, hook: str, names: object, *, known: Layers | None = None) -> tuple[str, ...]:
-    """Return the names that a hook of a strategy returns; `InputError` unless they are a tuple of known strings."""
-    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-        raise InputError(f"{hook} of {type(server).__name__} returns {str(names)[:100]!r}; return a tuple of names")
-    if known is not None and not known.keys() >= {*names}:
+    """Return the names that a hook of a strategy returns; `InputError` unless they are several known strings."""
+    found = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else (None,)
+    if not all(isinstance(name, str) for name in found):
+        raise InputError(f"{hook} of {type(server).__name__} returns {names!r:.100}; return a tuple of names")
+    if known is not None and not known.keys() >= {*found}:
         raise InputError(
-            f"{hook} of {type(server).__name__} returns {shortened(names)}; return some of the layers "
+            f"{hook} of {type(server).__name__} returns {shortened(found)}; return some of the layers "
             f"{shortened(known)}"
         )
-    return names
+    return found
 
 
 class Routes:
@@ -55,8 +58,7 @@ class Routes:
         self._server, self._state, self._round, self._sampled = server, state, round, frozenset(clients)
         self.clusters = clusters
         self.candidates = {
-            client: _names(server, "candidate_models", server.candidate_models(state, round, client))
-            for client in clients
+            client: _names(server, _START, server.candidate_models(state, round, client)) for client in clients
         }
         self.models = dict.fromkeys(self.clusters or late)
         for client, names in self.candidates.items():
@@ -121,7 +123,7 @@ class PlanBuilder:
         server = self._federation.strategy.server
         up = server.upload_names(model, self._number, trained)
         if up is not None:
-            _names(server, "upload_names", up, known=trained)
+            up = _names(server, "upload_names", up, known=trained)
         uploaded = trained if up is None else {layer: trained[layer] for layer in up}
         return StartingModel(
             model,
@@ -153,9 +155,9 @@ class PlanBuilder:
             # With several candidates nothing is known about the layers that the client holds.
             last = self._state.last_round(client, names[0]) if len(names) == 1 else None
             chosen = federation.strategy.server.download_names(start.model, self._number, start.trainable, last)
+            downloaded = tuple(start.trainable)
             if chosen is not None:
-                _names(federation.strategy.server, "download_names", chosen, known=start.trainable)
-            downloaded = tuple(start.trainable) if chosen is None else chosen
+                downloaded = _names(federation.strategy.server, "download_names", chosen, known=start.trainable)
             sent = UntrainedLayers(frozen=tuple(start.frozen), broadcast=start.model.broadcast)
             for mod in federation.mods:
                 sent = mod.send(sent, client, self._at, last=last)

@@ -149,8 +149,8 @@ class ModelAggregation:
 
 def _pair(server: ServerStrategy, hook: str, found: object) -> tuple[Any, Any]:
     """Return the two values that a hook of a strategy returns; raises `InputError`."""
-    if isinstance(found, tuple) and len(found) == 2:
-        return found
+    if isinstance(found, tuple | list) and len(found) == 2:
+        return found[0], found[1]
     raise InputError(
         f"{hook} of {type(server).__name__} returns a {type(found).__name__}; return a tuple of two values, see "
         "strategies.base.ServerStrategy"

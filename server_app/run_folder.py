@@ -13,7 +13,7 @@ from fedssl.base_layers import layers_digest, save_base
 from fedssl.config.load import DEVICE_NUMBERS_FILE, IMAGES_FILE
 from fedssl.config.saved_run import BASE_FOLDER, INITIAL_ENCODER_FILE, read_settings, resume_command, save_run
 from fedssl.config.settings import RecordingSettings
-from fedssl.errors import InputError
+from fedssl.errors import InputError, RunError
 from fedssl.locks import PROBE_SECONDS, lock
 from fedssl.logs import log
 from fedssl.plots.partition import partition_table
@@ -27,7 +27,6 @@ from fedssl.wire.records import EXACT, record_bytes
 from server_app.build import ClientData, RunComponents
 from server_app.checkpoint import StateSchema, delete_checkpoints_after, latest_checkpoint, manifest_file
 from server_app.client_models import ClientModels
-from server_app.console import moved_error
 from server_app.initial_weights import restore_teacher, store_initial_weights
 from strategies.types import ServerState
 
@@ -55,7 +54,7 @@ class RunFolder:
         self._settings, self._rounds = settings, rounds
         self.base: dict[str, Any] = {}  # digest and bytes of the base layers
         self.recoveries: list[str] = []  # why results may differ from those of an uninterrupted run
-        self._lock: os.stat_result | None = None
+        self._is_started = False
         self.lines = {name: LineFile(self.path / name) for name in JSONL_FILES}
         self._make_folder()
 
@@ -97,17 +96,15 @@ class RunFolder:
                 ) from error
             if not is_free:
                 raise InputError(f"{self.path} is in use by another run; wait until it ends, or stop it")
-            self._lock = os.fstat(stream.fileno())
             yield
 
     def check_place(self) -> None:
-        """Raise `RunError` if the folder was moved or deleted since it was locked."""
-        try:
-            is_here = self._lock is None or os.path.samestat(self._lock, (self.path / LOCK_FILE).stat())
-        except FileNotFoundError:
-            is_here = False
-        if not is_here:
-            raise moved_error(self.path)
+        """Raise `RunError` if the folder was moved or deleted during the run; clients may have made it again."""
+        if self._is_started and not (self.path / "config.yaml").exists():
+            raise RunError(
+                f"{self.path} was moved or deleted during the run; remove what is there now and move it back, then "
+                f"continue with {resume_command(self.path)}"
+            )
 
     def start(self, components: RunComponents) -> ServerState:
         """Write what a run starts from, and return its first state; of a resumed run, that of the last checkpoint."""
@@ -148,6 +145,7 @@ class RunFolder:
                 saved["threads"],
             )
         save_run(settings, self.path)
+        self._is_started = True
 
     def store_base(self, base: Layers) -> None:
         """Store the base layers once; raises `InputError` if the run that is resumed has others."""

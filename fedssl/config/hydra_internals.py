@@ -90,9 +90,9 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     actions = [name for name in ("help", "hydra_help", "cfg", "info", "run", "multirun") if getattr(namespace, name)]
     if len(actions) > 1:
         one, other, *_ = (f"--{name.replace('_', '-')}" for name in actions)
-        raise InputError(f"{one} and {other} exclude each other; remove one of them, and with --multirun swept values")
+        raise InputError(f"{one} and {other} exclude each other; remove one of them")
     if (namespace.package or namespace.resolve) and not namespace.cfg:
-        raise InputError("--package and --resolve are of the flag --cfg; add --cfg job, or remove them")
+        raise InputError("--package and --resolve belong to --cfg; add --cfg job, or remove them")
     overrides: list[str] = namespace.overrides
     flags = [argument for argument in arguments if argument not in ("--run", "-r")]  # which is the default
     for override in overrides:

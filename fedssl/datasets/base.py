@@ -31,7 +31,7 @@ from fedssl.datasets.storage import Storage
 from fedssl.errors import InputError
 from fedssl.logs import log_once
 from fedssl.safe_io import FilePath
-from fedssl.seeding import numpy_generator, seed_python
+from fedssl.seeding import numpy_generator, python_seed
 
 Split = Literal["federated", "train", "test"]
 
@@ -145,8 +145,8 @@ def select(image_data: ImageData, rows: torch.Tensor) -> ImageData:
 
 @lru_cache(maxsize=4)
 def _read_split(data: DataSettings, source: str, limit: int | None) -> ImageData | None:
-    seed_python(0)
-    image_data: ImageData | None = data.reader.instantiate(source, limit=limit)
+    with python_seed(0):
+        image_data: ImageData | None = data.reader.instantiate(source, limit=limit)
     if image_data is None:
         return None
     _check_read(image_data, data)

@@ -142,7 +142,9 @@ def _no_images(path: str, listing: Listing, setting: str) -> NoImagesError:
     commands = dict.fromkeys(_UNPACK[ending] for ending in listing.ignored if ending in _UNPACK)
     remedies += [f"unpack archives into an existing folder first: {', '.join(commands)}"] if commands else []
     loads = dict.fromkeys(_LOAD[ending] for ending in listing.ignored if ending in _LOAD)
-    remedies += [f"store arrays as .npy first: numpy.save('images.npy', {load})" for load in loads]
+    remedies += [
+        f"store arrays as .npy, images along the first axis: numpy.save('images.npy', {load})" for load in loads
+    ]
     if listing.ignored.keys() & _LIST_SUFFIXES and is_file(user_path(path)):
         remedies.append("a list of images is a CSV file with the columns path and label")
     ignored = listing.ignored_kinds()

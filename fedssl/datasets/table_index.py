@@ -181,7 +181,7 @@ def _columns(files: Sequence[Path], query: Query, *, data_set: Sequence[Path], s
 def _existing(index: "RowIndex", query: Query, chosen: np.ndarray | None) -> SequenceIndex:
     """Return the images in files that exist, each once, by its first row with a label; else an `InputError`."""
     images, table = index.files, index.tables[0]
-    named = table if len(index.tables) == 1 else shortened(index.tables)
+    named = f"{table} names" if len(index.tables) == 1 else f"{shortened(index.tables)} name"
     labels = np.zeros(len(images)) if index.labels is None else index.labels
     if query.group == FOLDER and index.groups is None:
         index = replace(index, **grouped_by_folder(images, table.parent))
@@ -193,7 +193,7 @@ def _existing(index: "RowIndex", query: Query, chosen: np.ndarray | None) -> Seq
     warnings: tuple[str, ...] = ()
     if missing:
         listed = shortened(sanitize_line(str(images[row]).removeprefix(".")) or "an empty one" for row in missing)
-        line = f"{len(missing):,} of the {len(images):,} image files that {named} names do not exist, such as {listed}"
+        line = f"{len(missing):,} of the {len(images):,} image files that {named} do not exist, such as {listed}"
         if not query.skip_missing or not len(rows):
             remedy = "use the others with dataset.skip_missing=true" if len(rows) else "move the table to its images"
             raise InputError(f"{line}; correct the paths, which begin at {table.parent}, or {remedy}")
@@ -201,9 +201,9 @@ def _existing(index: "RowIndex", query: Query, chosen: np.ndarray | None) -> Seq
     again = [row for row in present if first[names[row]] != row]
     if again:
         others = sum(labels[row] not in (NO_LABEL, labels[first[names[row]]]) for row in again)
-        line = f"{named} names {len(again):,} image files again, such as {images[again[0]]}"
+        line = f"{named} {len(again):,} image files again, such as {images[again[0]]}"
         line += f", {others:,} of them with another label" if others else ""
-        warnings += (f"{line}: their first rows with a label are used",)
+        warnings += (f"{line}: the first row{' with a label' * (index.labels is not None)} is used",)
     rows = rows if chosen is None else rows[chosen[rows]]
     index = replace(index, warnings=index.warnings + warnings).at(rows)
     return with_pages(index, index.files, query.pages)

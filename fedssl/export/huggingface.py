@@ -49,13 +49,14 @@ _TIMM = """```python
 import timm
 from PIL import Image, ImageOps
 
-image = ImageOps.exif_transpose(Image.open("FILE")).convert("MODE")
+image = ImageOps.exif_transpose(Image.open("FILE"))CONVERT
 encoder = timm.create_model("hf-hub:USER/NAME", pretrained=True).eval()  # or "local-dir:FOLDER"
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(encoder))
 features = encoder(transform(image)[None]).detach()
 ```
 
-Pillow cuts values of 16 bits off. Transparent pixels were white in training."""
+Pillow clips 16-bit values. Transparent pixels were white in training."""
+_CONVERT = {1: '.convert("L")', 3: '.convert("RGB")'}  # by channels
 _OURS = """```python
 from fedssl.export import load_encoder
 
@@ -164,7 +165,7 @@ def model_card(source: ExportSource, *, in_timm: bool) -> str:
         f"It maps images with {encoder.channels} channel(s), the shorter side resized to {encoder.size} pixels and the "
         f"center cropped, to {encoder.feature_dim} numbers. It has no classifier. Made with fedssl.",
         "**License:** not specified. Add it here and in the metadata at the top of this file.",
-        "## Use\n\n" + (_TIMM.replace("MODE", "L" if encoder.channels == 1 else "RGB") if in_timm else _OURS),
+        "## Use\n\n" + (_TIMM.replace("CONVERT", _CONVERT.get(encoder.channels, "")) if in_timm else _OURS),
         f"{_scaling(encoder.preprocess)}. Then the mean {list(encoder.mean)} is subtracted and the result divided by "
         f"{list(encoder.std)}, per channel.",
         "## Training\n\n" + _table(_training(source)),

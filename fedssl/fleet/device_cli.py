@@ -117,7 +117,7 @@ def status(options: argparse.Namespace) -> int:
 
 def _states(folder: Path, device: Mapping[str, Any]) -> Path:
     """Return the folder of the client state, which the owner may have set."""
-    return Path(read_owner_config(folder).get("state-path", device["states"]))
+    return user_path(str(read_owner_config(folder).get("state-path", device["states"]))).absolute()
 
 
 def _limits_file(folder: Path) -> Path:

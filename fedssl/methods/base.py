@@ -18,7 +18,7 @@ from fedssl.encoders.base import Encoder, frozen_copy
 from fedssl.errors import InputError
 from fedssl.low_rank_products import LowRankLayer
 from fedssl.schedule.phases import make_phases
-from fedssl.seeding import derive_seed, seed_python
+from fedssl.seeding import derive_seed, python_seed
 from fedssl.views import AcceptedViews, Views
 
 ImageTargets = Callable[[Tensor, Tensor], Tensor]  # (indices of a batch, its uint8 images) -> targets, (batch, dim)
@@ -313,9 +313,8 @@ def build_encoder(model: ModelSettings) -> Encoder:
 
 def build_method(model: ModelSettings) -> SSLMethod:
     """Build the method with its encoder and heads, initialized from the run's seed alone, and apply the tuning."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), python_seed(derive_seed(model.seed, "initialise")):
         torch.manual_seed(derive_seed(model.seed, "initialise"))
-        seed_python(derive_seed(model.seed, "initialise"))
         encoder = build_encoder(model)
         encoder.accepts_views = True
         phases = make_phases(model.schedule, stages=len(encoder.stage_names))

@@ -4,8 +4,9 @@ Long-tailed classes of the clients' images are those of Cao et al. (NeurIPS 2019
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from fedssl.datasets.base import ImageData
 from fedssl.datasets.holdout import NO_LABEL
 from fedssl.datasets.images import ImageSource
 from fedssl.errors import InputError
-from fedssl.seeding import derive_seed, numpy_generator, seed_python
+from fedssl.seeding import derive_seed, numpy_generator, python_seed
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,18 +128,19 @@ def _partition(settings: PartitionSettings, image_data: ImageData) -> Partition:
             num_clients=settings.num_clients,
             seed=settings.seed,
         )
-        seed_python(derive_seed(settings.seed, "partition"))
-        # Positional: Hydra would convert a dataclass among the keywords to a configuration.
-        result: list[np.ndarray] | Partition = settings.rule.instantiate(data)
+        with python_seed(derive_seed(settings.seed, "partition")):
+            # Positional: Hydra would convert a dataclass among the keywords to a configuration.
+            result: Any = settings.rule.instantiate(data)
+            result = list(result) if isinstance(result, Iterator) else result
     except InputError as error:
         if not reasons:
             raise
         raise InputError(
             f"{error} ({' and '.join(reasons)} of {num_images} images leaves the clients {len(rows)})"
         ) from error
-    if not isinstance(result, Partition | list | tuple):
+    if not isinstance(result, Partition | Iterable) or isinstance(result, str | Mapping):
         raise InputError(
-            f"{settings.rule.name} returns a {type(result).__name__}; return a list with the indices of each client"
+            f"{settings.rule.name} returns {type(result).__name__}; return a list with the indices of each client"
         )
     partition = result if isinstance(result, Partition) else Partition(list(result))
     parts = _checked_parts(

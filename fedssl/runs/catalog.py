@@ -107,7 +107,10 @@ def rank_runs(runs: Iterable[Run], metric: str, *, each: bool = False) -> list[R
         )
     ranked = []
     settings_of = compared_settings(with_result, always=MAIN)
-    for group in group_runs(with_result, (lambda run: {"folder": str(run.folder)}) if each else settings_of):
+    for group in group_runs(
+        with_result,
+        lambda run: {"folder": str(run.folder)} if each or not run.settings else settings_of(run),
+    ):
         members = newest_of_each_seed(group.runs)
         members.sort(key=lambda run: goodness(metric, known_scores[run.folder]), reverse=True)
         ranked.append(RankedRuns(members, Score.over_runs([known_scores[run.folder] for run in members])))

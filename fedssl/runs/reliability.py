@@ -49,7 +49,8 @@ def reliability(runs: Sequence[Run], metric: str) -> str:
     A repeated run counts once. Runs of several data sets or encoders are not compared: their spectra differ anyway.
     """
     finished = [run for run in runs if run.finished]
-    groups = group_runs(finished, compared_settings(finished, always=MAIN))
+    settings_of = compared_settings(finished, always=MAIN)
+    groups = group_runs(finished, lambda run: settings_of(run) if run.settings else {"folder": str(run.folder)})
     runs = [run for group in groups for run in newest_of_each_seed(group.runs)]
     for key in ("dataset", "encoder"):
         values = {run.value(key) for run in runs if run.score(metric) and run.score(TARGET)}

@@ -1,8 +1,7 @@
 """Names of the images of runs, which are equal for the same images at several paths.
 
-A run's folder has number, size and a digest of the names and sizes of its image files. Files of other images may have
-the same names and sizes, such as arrays of one shape. Runs that differ in the path alone tell them apart: their results
-are equal only for the same images.
+A run's folder has number, size and a digest of its image files, of parts of their content alone. Runs that differ in
+the path alone distinguish other images: their results are equal only for the same images.
 """
 
 from collections import defaultdict

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 
 from fedssl.arrays import Layers
@@ -13,7 +12,6 @@ from fedssl.logs import log
 from fedssl.runs.snapshots import finish_round, save_layers
 from server_app.callbacks.base import Callback, RoundEnd, RunEnd
 from server_app.checkpoint import save_checkpoint
-from server_app.client_models import ClientModels
 from server_app.client_states import ClientStates
 from server_app.collapse_monitor import CollapseMonitor, summarize_health, warn_of_collapse
 from server_app.run_folder import RunFolder
@@ -53,14 +51,14 @@ class Checkpoints(Callback):
 
     def on_run_end(self, end: RunEnd) -> None:
         """Save the last recorded state, unless a checkpoint is as new."""
-        with suppress(OSError, RunError) if end.error is not None else nullcontext():  # the disk may be full
+        with suppress(OSError) if end.error is not None else nullcontext():  # the disk may be full
             if self._state.round > max(saved_rounds(self._folder.checkpoints), default=0):
                 self.save()
 
     @staticmethod
     def _check_resumable(check: Callable[[ServerState], None], state: ServerState) -> None:
         try:
-            check(replace(state, models={}) if isinstance(state.models, ClientModels) else state)
+            check(state)
         except ValueError as error:
             raise RunError(
                 f"no run can resume from the state after round {state.round}: {error}; correct the strategy, whose own "
@@ -70,7 +68,6 @@ class Checkpoints(Callback):
 
     def save(self) -> None:
         state, folder = self._state, self._folder
-        folder.check_place()
         for lines in folder.lines.values():  # the lines of a checkpoint's rounds must be on the disk as well
             fsync_file(lines.file)
         fsync_folder(folder.path)  # and so must their names

@@ -5,6 +5,7 @@ Those that record a round run while the next one does, if that changes no number
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 from flwr.serverapp import Grid
@@ -21,12 +22,13 @@ from server_app.callbacks.lines import Costs, Lines, Progress, Tracking
 from server_app.callbacks.models import Checkpoints, Collapse, CollapseReports, Snapshots
 from server_app.callbacks.personalized import Personalized
 from server_app.callbacks.summary import Summary
+from server_app.checkpoint import check_strategy_states
 from server_app.client_states import ClientStates
 from server_app.console import PlainConsole
 from server_app.fleet_file import FleetFile
 from server_app.messaging import ClientMessenger
 from server_app.nodes import ClientManager
-from server_app.run_folder import RunFolder, schema_of
+from server_app.run_folder import RunFolder
 from server_app.trackers.base import SafeTracker
 
 
@@ -112,7 +114,7 @@ def make_callbacks(
     settings, path, due = components.settings, folder.path, components.evaluator.due
     recording, tracker = settings.recording, SafeTracker(settings.recording)
     background = can_evaluate_in_background(components, client_cores)
-    method = components.method
+    method, server = components.method, components.federation.strategy.server
     if background and settings.evaluation.every:
         # Not a copy, which would share the active stages with the method.
         method = build_method(settings.model).to(components.context.device)
@@ -128,7 +130,11 @@ def make_callbacks(
                 states,
                 recording,
                 rounds=settings.rounds,
-                check=lambda state: schema_of(components).check(state),
+                check=partial(
+                    check_strategy_states,
+                    model_state_type=server.model_state_type,
+                    strategy_state_type=server.strategy_state_type,
+                ),
             ),
         ],
         due=lambda round: background and due(round),

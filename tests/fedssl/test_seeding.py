@@ -4,9 +4,10 @@ import random
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 
-from fedssl.seeding import derive_seed, numpy_generator, seed_generators, torch_generator
+from fedssl.seeding import derive_seed, numpy_generator, python_seed, seed_generators, torch_generator
 
 PATHS = [(), ("train",), ("train", 1), ("train", 2), ("train", 1, 2), ("train", 12), ("niart", 1), (1, "train")]
 
@@ -36,3 +37,15 @@ def test_all_global_generators_are_seeded():
         draws.append((random.random(), np.random.random(), torch.rand(()).item()))
     assert draws[0] == draws[2]
     assert all(one != other for one, other in zip(draws[0], draws[1], strict=True))
+
+
+@pytest.mark.parametrize("seed", [3, None])
+def test_draws_continue_after_a_seeded_block(seed):
+    seed_generators(5, torch.device("cpu"))
+    expected = [(random.random(), np.random.random()) for _ in range(2)]
+    seed_generators(5, torch.device("cpu"))
+    found = [(random.random(), np.random.random())]
+    with python_seed(seed):
+        inside = random.random(), np.random.random()
+        assert (inside == expected[1]) == (seed is None)
+    assert [*found, (random.random(), np.random.random())] == expected

@@ -29,7 +29,7 @@ def test_a_changed_override_does_not_change_the_next():
         (["-i", "--cfg", "job"], "^--cfg and --info exclude each other"),
         (["--help", "-m"], "^--help and --multirun exclude each other"),
         (["-r", "-m"], "^--run and --multirun exclude each other"),
-        (["-p", "optimizer"], "^--package and --resolve are of the flag --cfg; add --cfg job"),
+        (["-p", "optimizer"], "^--package and --resolve belong to --cfg; add --cfg job"),
         (["-sc", "query=bash"], "^--shell-completion is not supported"),
     ],
 )

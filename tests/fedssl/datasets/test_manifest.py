@@ -210,7 +210,7 @@ def test_of_repeated_files_the_first_label_is_used(images: Path) -> None:
     data = read(images, f"path,label\n{rows}")
     assert (first_pixels(data.images), data.labels.tolist()) == ([20, 10], [1, 0])
     (warning,) = [line for line in data.warnings if "image files again" in line]
-    assert warning.endswith("my images/1.png: their first rows with a label are used")
+    assert warning.endswith("my images/1.png: the first row with a label is used")
 
 
 def test_a_column_has_the_splits(images: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -305,8 +305,10 @@ def test_the_remedy_for_arrays_of_matlab_works(tmp_path: Path, monkeypatch) -> N
     monkeypatch.chdir(tmp_path)
     images = np.arange(4 * 4 * 4 * 3, dtype=np.uint8).reshape(4, 4, 4, 3)
     scipy.io.savemat("digits.mat", {"x": images})
-    with pytest.raises(InputError, match=r"store arrays as .npy first: numpy.save\('images.npy', .*loadmat") as error:
+    with pytest.raises(
+        InputError, match=r"store arrays as .npy, images along the first axis: numpy.save\('images.npy', .*loadmat"
+    ) as error:
         read(tmp_path)
-    typed = str(error.value).rpartition("first: ")[2].replace("FILE", "digits.mat").replace("NAME", "x")
+    typed = str(error.value).rpartition("axis: ")[2].replace("FILE", "digits.mat").replace("NAME", "x")
     exec(typed, {"numpy": np, "scipy": scipy})
     np.testing.assert_array_equal(read(tmp_path).images[:], images.transpose(0, 3, 1, 2))

@@ -80,7 +80,7 @@ def test_what_a_rule_returns_is_checked(parts, sentence):
     with pytest.raises(InputError, match=sentence):
         make_partition(replace(settings, rule=rule), IMAGES)
     rule = Component({"_target_": "builtins.id"})
-    with pytest.raises(InputError, match="id returns a int; return a list with the indices of each client"):
+    with pytest.raises(InputError, match="id returns int; return a list with the indices of each client"):
         make_partition(replace(settings, rule=rule), IMAGES)
     valid = Component({"_target_": f"{__name__}.custom", "parts": [[], [3, 1]]})
     assert [part.tolist() for part in client_indices(replace(settings, rule=valid), IMAGES)] == [[], [3, 1]]
