@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from fedssl.arrays import Layers
 from fedssl.errors import InputError
 from fedssl.logs import log
@@ -157,6 +159,19 @@ def _pair(server: ServerStrategy, hook: str, found: object) -> tuple[Any, Any]:
     )
 
 
+def _server_step(server: ServerStrategy, done: AggregatedModel) -> tuple[Layers, Any]:
+    """Return the layers and the state of `ServerStrategy.server_step`; `InputError` for layers of another form."""
+    layers, state = _pair(server, "server_step", server.server_step(done))
+    for name, array in layers.items():
+        like, form = done.layers.get(name), (getattr(array, "dtype", None), np.shape(array))
+        if like is None or form != (like.dtype, like.shape):
+            raise InputError(
+                f"server_step of {type(server).__name__} returns {name} of {form[0]} and shape {form[1]}; return "
+                "layers of the model in their dtypes and shapes"
+            )
+    return layers, state
+
+
 def new_model(
     federation: Federation, start: StartingModel, aggregation: ModelAggregation, *, name: str, result: RoundResult
 ) -> GlobalModel:
@@ -172,7 +187,7 @@ def new_model(
         num_clients=federation.num_trained_clients,
     )
     if server.has_server_step:
-        layers, state = _pair(server, "server_step", server.server_step(done))
+        layers, state = _server_step(server, done)
         done, new = replace(done, model=replace(model, strategy_state=state)), {**new, **layers}
     states = {**model.mod_states}
     for mod in federation.mods:
