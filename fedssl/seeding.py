@@ -44,7 +44,7 @@ def seed_generators(seed: int, device: "torch.device") -> None:
 def python_seed(seed: int | None) -> Iterator[None]:
     """Seed the global generators of Python and NumPy, from which the user's classes may draw, and restore them.
 
-    None only restores them: the noise of another library in the process must not be known to who knows the seed.
+    None only restores them, so that no seed decides later draws of other libraries in the process.
     """
     before = random.getstate(), np.random.get_state()
     try:

@@ -102,8 +102,8 @@ class RunFolder:
         """Raise `RunError` if the folder was moved or deleted during the run; clients may have made it again."""
         if self._is_started and not (self.path / "config.yaml").exists():
             raise RunError(
-                f"{self.path} was moved or deleted during the run; remove what is there now and move it back, then "
-                f"continue with {resume_command(self.path)}"
+                f"{self.path} was moved or deleted during the run; move it back to its place, where clients may have "
+                f"begun another one, then continue with {resume_command(self.path)}"
             )
 
     def start(self, components: RunComponents) -> ServerState:

@@ -45,7 +45,7 @@ def test_a_folder_that_is_moved_ends_the_run(tmp_path, monkeypatch, strategy):
 
     monkeypatch.setattr(Progress, "on_round_end", move)
     words = [*SMALL, f"strategy={strategy}", "method=byol", "rounds=4", "final_evaluation=none"]
-    with pytest.raises(RunError, match=r"was moved or deleted during the run; remove what is there now and move it ba"):
+    with pytest.raises(RunError, match="was moved or deleted during the run; move it back to its place, where"):
         run([*words, f"output_dir={folder}"])
     assert not (folder / "metrics.jsonl").exists()
     shutil.rmtree(folder, ignore_errors=True)
