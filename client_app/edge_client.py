@@ -18,10 +18,11 @@ from client_app.limit_checks import check_settings
 from client_app.state_store import FILE_STORE, StateStore
 from fedssl.atomic_files import remove_partial_files, write_text
 from fedssl.base_layers import stored_digests
+from fedssl.config.component import Component
 from fedssl.config.device_task import compose_task, read_task
 from fedssl.config.literal import user_path
 from fedssl.config.saved_run import BASE_FOLDER
-from fedssl.config.settings import ClientSettings, Component
+from fedssl.config.settings import ClientSettings
 from fedssl.config.targets import search_folders, searchpath_override
 from fedssl.datasets.path_index import ALL_IMAGES, bytes_per_value, files_digest, index_all
 from fedssl.datasets.raster import WIDEST

@@ -7,7 +7,8 @@ from flwr.app import RecordDict
 
 from client_app.memory_retry import smallest_batch
 from client_app.step_memory import estimate_step_memory
-from fedssl.config.settings import ClientSettings, Component
+from fedssl.config.component import Component
+from fedssl.config.settings import ClientSettings
 from fedssl.errors import RequestRefused
 from fedssl.fleet.limits import Limits
 from fedssl.machine.memory import gigabytes

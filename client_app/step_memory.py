@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedssl.config.settings import ClientSettings, Component
+from fedssl.config.component import Component
+from fedssl.config.settings import ClientSettings
 from fedssl.errors import InputError, RequestRefused
 from fedssl.machine.meta_device import shapes_only
 from fedssl.methods.base import build_method
-from strategies.base import ClientStrategy
+from strategies.base import make_strategy
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def estimate_step_memory(settings: ClientSettings) -> StepMemory:
             regularizer = settings.training.regularizer.instantiate()
             if regularizer.uses_initial_encoder:
                 method.keep_initial_encoder()
-            client: ClientStrategy = settings.strategy.instantiate().client
+            client = make_strategy(settings.strategy).client
             copies = regularizer.copied_bytes(method) + client.copied_bytes(method)
             encoder = method.encoder
             for name, module in encoder.named_modules():

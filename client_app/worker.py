@@ -38,7 +38,7 @@ from fedssl.schedule.stages import frozen_names, set_active_stages
 from fedssl.seeding import derive_seed, seed_generators, torch_generator
 from fedssl.training import LocalSteps, LocalTrainer, TrainResult, number_of_batches, train
 from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan
-from strategies.base import ClientStrategy
+from strategies.base import make_strategy
 from strategies.mods import make_client_mods
 
 TARGETS_FOLDER = "targets"  # in the folder of ``dataset.cache``
@@ -57,7 +57,7 @@ class ClientWorker:
         if (partition := settings.partition) is not None:
             self.client_indices = client_indices(partition, image_data)
             self.images = shifted(self.images, self.client_indices, partition)
-        self.client_strategy: ClientStrategy = settings.strategy.instantiate().client
+        self.client_strategy = make_strategy(settings.strategy).client
         self.method = build_method(settings.model).to(self.device)
         cache = cache_folder(settings.data.reader.values.get("cache"))
         if cache is not None:

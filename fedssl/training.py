@@ -45,7 +45,7 @@ class LocalTrainer:
 
         ``term`` is that of the strategy.
         """
-        regularizer = with_term(settings.regularizer.instantiate(), term)
+        regularizer = with_term(settings.regularizer.make(Regularizer), term)
         augment: Augmentation = settings.augmentation.instantiate()
         check_views(augment, method)
         check_regularizer(regularizer, method, augment, term=term)

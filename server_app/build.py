@@ -21,6 +21,7 @@ from fedssl.machine.process import configure_process
 from fedssl.methods.base import SSLMethod, build_method
 from fedssl.model_arrays import exchanged_layers
 from fedssl.partition import Partition, labeled_indices, make_partition, parameter_table
+from fedssl.regularizers.base import Regularizer
 from fedssl.rules import check_rules
 from fedssl.schedule.lr import LRSchedule
 from fedssl.schedule.phases import Phase, make_phases
@@ -36,19 +37,14 @@ from server_app.exchanges.secure import SecureExchange, with_largest_weight
 from server_app.exchanges.virtual_time import VirtualTimeExchange, make_virtual_time, warn_of_wall_clock_deadline
 from server_app.exchanges.wall_clock import WallClockExchange
 from server_app.federation import Federation, no_flops, raise_no_server_images
-from server_app.initial_weights import (
-    adopt_statistics,
-    load_teacher,
-    warn_of_late_starts,
-    warn_of_random_weights,
-)
+from server_app.initial_weights import adopt_statistics, load_teacher, warn_of_late_starts, warn_of_random_weights
 from server_app.messaging import ActivityHook
 from server_app.nodes import ClientDirectory, NodeNames, discover_clients, no_registered_names
 from server_app.policies import make_policy
 from server_app.round import Round
 from server_app.rules import RUN_RULES, SETTINGS_RULES, round_rules
 from server_app.update_memory import check_models_fit, check_updates_fit
-from strategies.base import FedSSLStrategy
+from strategies.base import make_strategy
 from strategies.mods import make_mods
 from strategies.rules import RunParts
 from strategies.run_context import RunContext
@@ -133,12 +129,12 @@ def build_components(settings: Settings, clients: ClientDirectory, *, reads_imag
     evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=settings.seed)
     context = make_context(settings, device, client_config=task)
     method = context.method
-    strategy: FedSSLStrategy = settings.algorithm.strategy.instantiate()
+    strategy = make_strategy(settings.algorithm.strategy)
     load_images = functools.cache(partial(load_client_images, settings, method))
     parts = RunParts(
         context=context,
         strategy=strategy,
-        regularizer=with_term(settings.training.regularizer.instantiate(), strategy.client.term),
+        regularizer=with_term(settings.training.regularizer.make(Regularizer), strategy.client.term),
         has_labels=lambda: load_images().labels is not None,
         result_units=evaluator.result_units if reads_images else None,
     )

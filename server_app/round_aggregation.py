@@ -1,5 +1,6 @@
 """The aggregation of a round: its updates, one by one or as sums, become new models, the next state and metrics."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -159,6 +160,18 @@ def _pair(server: ServerStrategy, hook: str, found: object) -> tuple[Any, Any]:
     )
 
 
+def _state_and_metrics(server: ServerStrategy, hook: str, found: object) -> tuple[Any, dict[str, Any]]:
+    """Return the state and the metrics that a hook returns, these as plain values; raises `InputError`."""
+    state, metrics = _pair(server, hook, found)
+    try:
+        return state, dict(json.loads(json.dumps(metrics, default=lambda value: value.tolist())))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"{hook} of {type(server).__name__} returns the metrics {metrics!r:.200}; return a dictionary of numbers, "
+            "texts and lists"
+        ) from error
+
+
 def _server_step(server: ServerStrategy, done: AggregatedModel) -> tuple[Layers, Any]:
     """Return the layers and the state of `ServerStrategy.server_step`; `InputError` for layers of another form."""
     layers, state = _pair(server, "server_step", server.server_step(done))
@@ -195,7 +208,7 @@ def new_model(
         new, states[key] = mod.finish(new, start, states.get(key, {}), used=used, round=result.round)
     trained = {layer: new.get(layer, array) for layer, array in start.trainable.items()}
     found = server.after_aggregation(replace(done, layers=trained))
-    strategy_state, strategy_metrics = _pair(server, "after_aggregation", found)
+    strategy_state, strategy_metrics = _state_and_metrics(server, "after_aggregation", found)
     suffix = model_suffix(name)
     result.strategy_metrics.update({f"{key}{suffix}": value for key, value in strategy_metrics.items()})
     model = replace(
@@ -255,6 +268,6 @@ def new_state(
     current = MappedValues(state.models, lambda model: federation.context.advance_to_phase(model, result.round))
     server = federation.strategy.server
     found = server.on_round_end(replace(state, models=current), outcome)
-    strategy_state, strategy_metrics = _pair(server, "on_round_end", found)
+    strategy_state, strategy_metrics = _state_and_metrics(server, "on_round_end", found)
     result.strategy_metrics.update(strategy_metrics)
     return replace(state, strategy_state=strategy_state)

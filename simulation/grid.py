@@ -90,7 +90,7 @@ def run_client_app(client_app: ClientApp, message: Message, context: Context) ->
     """Return the client's reply, which is an error reply if it failed."""
     try:
         return client_app(message, context)
-    except Exception as error:  # the server handles a failed client
+    except (Exception, SystemExit) as error:  # the server handles a failed client, also after a user's sys.exit()
         log.debug("client of node %d failed", message.metadata.dst_node_id, exc_info=True)
         return error_reply(message, f"{type(error).__name__}: {error}")
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fedssl.arrays import Layers
+from fedssl.config.component import Component
+from fedssl.errors import InputError
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names, move_layers_out
 from fedssl.regularizers.base import Regularizer
@@ -280,6 +282,23 @@ class FedSSLStrategy:
             ),
             upload=", ".join([summary.upload, *(f"{name} (for the server side)" for name in method.uploaded_parts)]),
         )
+
+
+def make_strategy(component: Component) -> FedSSLStrategy:
+    """Instantiate a strategy; `InputError` for another object, and for constructors that do not call super()."""
+    strategy = component.make(FedSSLStrategy)
+    for side, kind in (("server", ServerStrategy), ("client", ClientStrategy)):
+        if not isinstance(getattr(strategy, side, None), kind):
+            raise InputError(
+                f"{component.target} has no {side} of class {kind.__name__}; call super().__init__(server, client) in "
+                "its constructor"
+            )
+    server = type(strategy.server)
+    if server.aggregator is ServerStrategy.aggregator and not hasattr(strategy.server, "_make_aggregator"):
+        raise InputError(
+            f"{server.__name__} has no aggregator; call super().__init__(make_aggregator) in its constructor"
+        )
+    return strategy
 
 
 def upload_names_of(method: SSLMethod, plan: TrainPlan) -> tuple[str, ...]:

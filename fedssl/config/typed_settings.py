@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 
 from fedssl.config.aggregation_settings import AggregationSettings, PrivacySettings, SecureAggregationSettings
+from fedssl.config.component import Component
 from fedssl.config.compose import check_resolved
 from fedssl.config.overrides import check_run_id, did_you_mean
 from fedssl.config.saved_run import BASE_FOLDER, INITIAL_ENCODER_FILE
@@ -17,7 +18,6 @@ from fedssl.config.settings import (
     AlgorithmSettings,
     CalibrationSettings,
     ClientSettings,
-    Component,
     DataSettings,
     EarlyStopping,
     EngineSettings,

@@ -27,13 +27,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fedssl.atomic_files import make_subfolder, write_text
 from fedssl.config.commands import check_effect, encoder_file, run_with_overrides, source_of
+from fedssl.config.component import Component
 from fedssl.config.compose import resolve_config
 from fedssl.config.hydra_internals import apply_overrides
 from fedssl.config.literal import user_path
 from fedssl.config.load import compose
 from fedssl.config.overrides import parse
 from fedssl.config.saved_run import read_settings
-from fedssl.config.settings import Component, DataSettings, Settings
+from fedssl.config.settings import DataSettings, Settings
 from fedssl.config.targets import choice_targets, normalize, search_folders
 from fedssl.config.typed_settings import make_settings
 from fedssl.config.validation import check_types, validate_config

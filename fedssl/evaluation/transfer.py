@@ -6,8 +6,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from fedssl.config.component import Component
 from fedssl.config.constraints import check_arguments
-from fedssl.config.settings import Component
 from fedssl.config.typed_settings import read_data
 from fedssl.datasets.raster import adopt_pixels
 from fedssl.errors import InputError

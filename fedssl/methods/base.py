@@ -303,7 +303,10 @@ class SSLMethod(nn.Module):
 
 def build_encoder(model: ModelSettings) -> Encoder:
     """Build the encoder with its initial weights: random ones of torch's generator, or those of a source."""
-    encoder: Encoder = model.encoder.instantiate()
+    encoder = model.encoder.make(Encoder)
+    name = model.encoder.name
+    if not encoder.stage_names or not isinstance(getattr(encoder, "feature_dim", None), int):
+        raise InputError(f"{name} has no stages or no feature_dim; call define_stages and set feature_dim")
     if model.weights is not None:
         from fedssl.pretrained.loading import load_pretrained  # here: only a server needs it
 
@@ -329,11 +332,7 @@ def build_method(model: ModelSettings) -> SSLMethod:
                 f"the schedule trains one stage after another, and tuning={model.tuning.name} freezes layers of all "
                 "stages; set schedule=end_to_end or tuning=full"
             )
-        method: SSLMethod = model.method.instantiate(encoder=encoder)
-    if not isinstance(method, SSLMethod):
-        raise InputError(
-            f"{model.method.name} makes a {type(method).__name__}; return a subclass of fedssl.methods.base.SSLMethod"
-        )
+        method: SSLMethod = model.method.make(SSLMethod, encoder=encoder)
     if getattr(method, "encoder", None) is not encoder:
         raise InputError(f"{model.method.name} has no encoder; call super().__init__(encoder) in its constructor")
     method.rounds, method.seed = model.schedule.rounds, model.seed

@@ -112,7 +112,8 @@ def divide_classes(
         remedies = [f"partition.alpha={value}" for value in itertools.islice(alphas, 1)]
         is_own = partition == "dirichlet"
         remedies += [f"num_clients={number}" for number in itertools.islice(fewer, is_own)]
-        if min_size and draw(num_clients, alpha, 0, data.seed):
+        unequal = draw(num_clients, alpha, 0, data.seed) if min_size else None
+        if unequal is not None and max(map(len, unequal)) >= min_size:
             remedies += ["partition.min_size=0: clients with too few never train"]
         elif is_own:
             remedies += [f"seed={seed}" for seed in itertools.islice(seeds, 1)]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from fedssl.config.component import Component
 from fedssl.config.load import compose
-from fedssl.config.settings import Component
 from fedssl.errors import InputError
 from fedssl.evaluation.protocol import CombinedProtocol, EvaluationProtocol
 from fedssl.evaluation.scores import ACCURACY, Score

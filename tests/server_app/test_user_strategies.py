@@ -1,16 +1,19 @@
 """Values that hooks of a user's classes return: the error names the hook and a remedy."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 
+from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError, RunError
 from fedssl.methods.simclr import SimCLR
 from fedssl.regularizers.base import Regularizer
 from simulation.run import run
-from strategies.base import ServerStrategy
+from strategies.base import FedSSLStrategy, ServerStrategy
 from tests.federation import Federation
-from tests.runs import SMALL
+from tests.runs import SMALL, read_lines
 
 
 @pytest.mark.parametrize(
@@ -84,3 +87,65 @@ def test_a_loss_is_a_scalar_with_a_gradient(owner, hook, returned, found, tmp_pa
     sentence = f"it failed: the loss of SimCLR is {found}; return a scalar tensor with a gradient"
     with pytest.raises(RunError, match=sentence):
         run([*SMALL, "strategy=fedavg", "rounds=1", "final_evaluation=none", f"output_dir={tmp_path / 'run'}"])
+
+
+def test_an_exit_of_a_client_is_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(SimCLR, "loss", lambda *arguments: sys.exit(3))
+    with pytest.raises(RunError, match="it failed: SystemExit: 3;?"):
+        run([*SMALL, "strategy=fedavg", "rounds=1", "final_evaluation=none", f"output_dir={tmp_path / 'run'}"])
+
+
+class NoSides(FedSSLStrategy):
+    def __init__(self, **arguments) -> None:
+        pass
+
+
+class NoAggregator(ServerStrategy):
+    def __init__(self) -> None:
+        pass
+
+
+def without_aggregator(**arguments) -> FedSSLStrategy:
+    return FedSSLStrategy(NoAggregator())
+
+
+class NoStages(Encoder):
+    feature_dim = 4
+
+
+def no_stages(**arguments) -> Encoder:
+    return NoStages()
+
+
+@pytest.mark.parametrize(
+    ("group", "target", "sentence"),
+    [
+        ("strategy", "NoSides", r"NoSides has no server of class ServerStrategy; call super\(\).__init__\(server, cli"),
+        ("strategy", "without_aggregator", r"NoAggregator has no aggregator; call super\(\).__init__\(make_aggregat"),
+        ("strategy", "no_stages", "no_stages makes a NoStages; return a strategies.base.FedSSLStrategy or"),
+        ("encoder", "no_stages", "no_stages has no stages or no feature_dim; call define_stages and set feature_dim"),
+        ("regularizer", "no_stages", "no_stages makes a NoStages; return a fedssl.regularizers.base.Regularizer or a"),
+    ],
+)
+def test_an_unfinished_class_is_refused(group, target, sentence, tmp_path):
+    with pytest.raises(InputError, match=sentence):
+        run([*SMALL, f"{group}._target_={__name__}.{target}", f"output_dir={tmp_path / 'run'}"])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("metric", "stored"),
+    [(np.float32(0.5), 0.5), (torch.tensor(0.5), 0.5), (np.arange(2), [0, 1]), ({1: (2, 3)}, {"1": [2, 3]})],
+)
+def test_metrics_may_be_numbers_of_libraries(metric, stored, tmp_path, monkeypatch):
+    monkeypatch.setattr(ServerStrategy, "on_round_end", lambda self, state, outcome: ({}, {"mine": metric}))
+    folder = tmp_path / "run"
+    run([*SMALL, "strategy=fedavg", "rounds=1", "final_evaluation=none", f"output_dir={folder}"])
+    assert read_lines(folder / "metrics.jsonl")[-1]["strategy_metrics"]["mine"] == stored
+
+
+@pytest.mark.parametrize("metrics", [{"mine": object()}, {"mine": {1, 2}}, 3])
+def test_other_metrics_are_refused(metrics, tmp_path, monkeypatch):
+    monkeypatch.setattr(ServerStrategy, "on_round_end", lambda self, state, outcome: ({}, metrics))
+    with pytest.raises(InputError, match="on_round_end of ServerStrategy returns the metrics .*; return a dictionary"):
+        Federation(tmp_path, "strategy=fedavg").run(1)

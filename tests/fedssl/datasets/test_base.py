@@ -8,7 +8,7 @@ import pytest
 import torch
 from hydra.utils import get_method
 
-from fedssl.config.settings import Component
+from fedssl.config.component import Component
 from fedssl.datasets.base import ImageData, check_data_settings, find_changes, load_federated, subsample_indices
 from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError

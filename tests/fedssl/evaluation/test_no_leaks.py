@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fedssl.config.component import Component
 from fedssl.config.load import compose
 from fedssl.config.overrides import CONF, config_groups
-from fedssl.config.settings import Component
 from fedssl.evaluation import classifier, few_labels, fine_tune, knn, linear_probe, sgd_linear_probe
 from fedssl.evaluation.labeled_images import LabeledImages
 from fedssl.evaluation.protocol import evaluate, make_evaluation_input

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from fedssl.config.component import Component
 from fedssl.config.load import compose
-from fedssl.config.settings import Component
 from fedssl.datasets.base import ImageData
 from fedssl.datasets.images import TensorImages
 from fedssl.errors import InputError

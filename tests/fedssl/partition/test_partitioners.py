@@ -286,3 +286,8 @@ def test_remedies_of_draws_without_a_client_work(min_size) -> None:
     assert [key for key, _ in remedies] == ["alpha", "num_clients", "seed"]
     for key, value in remedies:
         split("dirichlet", labels, **{**settings, key: value})
+
+
+def test_a_remedy_leaves_a_client_that_trains() -> None:
+    with pytest.raises(InputError, match="fewer than partition.min_size=2 of 1 images in every draw; set another part"):
+        split("dirichlet", labels_of(1), num_clients=1, alpha=1.0, min_size=2)

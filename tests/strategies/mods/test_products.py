@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fedssl.config.aggregation_settings import AggregationSettings
-from fedssl.config.settings import Component
+from fedssl.config.component import Component
 from fedssl.encoders.base import Encoder
 from fedssl.low_rank_products import LowRankLayer
 from fedssl.methods.base import SSLMethod
