@@ -38,7 +38,8 @@ USAGE = (
     "       [device=auto|cpu|cuda|mps] [projection=auto|umap|tsne|pca] [clusters=auto|NUMBER] [threshold=0.95]\n"
     "       [columns=NAME,NAME] [bands=1,2,3] [limit=10000] [dataset.key=value ...]\n"
     "       fedssl-explore encoder=FILE images=PATH ...\n"
-    "       Without images: those of the run's clients. --config-dir FOLDER: settings of your own encoder"
+    "       Without images: those of the run's clients (dataset.path=PATH, if moved).\n"
+    "       --config-dir FOLDER: settings of your own encoder"
 )
 _DEFAULTS = {
     **dict.fromkeys(("run", "encoder", "images", "embeddings", "columns", "bands"), ""),
@@ -48,6 +49,7 @@ _DEFAULTS = {
     "threshold": "0.95",
     "limit": "10000",
 }
+_PATH_KEY = "dataset.path"
 MAX_LIMIT = 50_000  # images of a page, which a browser displays
 
 
@@ -118,8 +120,8 @@ def _images(options: Options, embedder: Embedder, overrides: Sequence[str]) -> t
         return PathImages(name, found), [sanitize(line.replace(str(found.root), name)) for line in found.warnings]
     from fedssl.explore.run_images import load_run_images  # here: it imports torch
 
-    searched = [override for override in overrides if override.startswith(SEARCHPATH_KEY)]
-    return load_run_images(options.source, channels=embedder.channels, size=embedder.size, overrides=searched), []
+    kept = [override for override in overrides if override.partition("=")[0] in (SEARCHPATH_KEY, _PATH_KEY)]
+    return load_run_images(options.source, channels=embedder.channels, size=embedder.size, overrides=kept), []
 
 
 def _notes(embedder: Embedder, bands: Sequence[int]) -> list[str]:
@@ -142,9 +144,9 @@ def explore_options(overrides: Sequence[str]) -> Options:
     for key in ("encoder", "embeddings"):
         if key in given and "images" not in given:
             raise InputError(f"{key}= needs the images; add images=PATH")
-    if settings and "images" not in given:
-        unused = next(word for word in overrides if word.startswith(DATA_SET))
-        raise InputError(f"{unused} has no effect on the images of the run's clients; add images=PATH, or remove it")
+    unused = [word for word in overrides if word.startswith(DATA_SET) and word.partition("=")[0] != _PATH_KEY]
+    if unused and "images" not in given:
+        raise InputError(f"{unused[0]} has no effect on the images of the run's clients; add images=PATH, or remove it")
     texts = _DEFAULTS | given
     check_method(texts["projection"])
     out, clusters = path_of(texts["out"]), texts["clusters"]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fedssl.config.literal import user_path
-from fedssl.config.load import default_unlabeled_partition, load_settings
+from fedssl.config.load import IMAGES_FILE, default_unlabeled_partition, load_settings
 from fedssl.config.overrides import quote_value
 from fedssl.datasets.base import ImageData, load_federated, select
 from fedssl.datasets.geometry import fit_tensor
@@ -18,7 +18,7 @@ from fedssl.errors import InputError
 from fedssl.explore.columns import Column, coded
 from fedssl.explore.images import sample
 from fedssl.partition.partition import client_indices, clients_of_rows
-from fedssl.safe_io import valid_text
+from fedssl.safe_io import read_text, sanitize_line, valid_text
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,17 @@ class RunImages:
 
 
 def load_run_images(run: Path, *, channels: int, size: int, overrides: Sequence[str]) -> RunImages:
-    """Load the images of a run's clients; `InputError` if they are on devices."""
+    """Load the images of a run's clients; `InputError` if they are on devices, or have changed since the run."""
     settings = load_settings([*overrides, f"resume={quote_value(str(run.resolve()))}"])
     if settings.data.channels != channels:
         raise InputError(f"the encoder takes {channels} channels but the images of {run} have {settings.data.channels}")
     data = load_federated(settings.data.resized(size))
+    saved = read_text(run / IMAGES_FILE)
+    if saved is not None and data.origin is not None and (found := data.origin[0].describe_files()) != saved.strip():
+        raise InputError(
+            f"the clients' images are in {found}, and were in {sanitize_line(saved.strip())} when the run started; "
+            "restore the files, or add images=PATH"
+        )
     if data.labels is None:
         settings = default_unlabeled_partition(settings)
     clients = clients_of_rows(client_indices(settings.partition, data), len(data.images))

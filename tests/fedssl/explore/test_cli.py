@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedssl.datasets.base import find_changes
 from fedssl.datasets.folder import read
 from fedssl.embedding import cli as embed_cli
 from fedssl.embedding.embedder import Embedder
@@ -19,6 +20,7 @@ from fedssl.errors import InputError
 from fedssl.explore import cli
 from fedssl.explore.images import sample
 from fedssl.explore.run_images import RunImages
+from simulation.run import run as simulate
 from tests.fedssl.embedding.test_embeddings import NAMES, run, write_images
 from tests.fedssl.explore.test_page import HOSTILE, data_of
 from tests.fedssl.export.test_formats import SMALL, write_encoder
@@ -242,3 +244,22 @@ def test_a_run_shows_the_images_of_its_clients(tmp_path: Path) -> None:
     pairs = list(zip(column(data, "client"), column(data, "label"), strict=True))
     for client, _, *counts in lines:
         assert [pairs.count((f"client {client}", label)) for label in header[2:]] == list(map(int, counts))
+
+
+def test_images_of_a_run_may_move_but_not_change(tmp_path: Path) -> None:
+    write_images(tmp_path / "photos", NAMES)
+    settings = ["dataset=folder", f"dataset.path={tmp_path / 'photos'}", "dataset.size=16", "encoder.width=4"]
+    few = ["rounds=1", "local_epochs=1", "num_clients=2", "threads=1", "final_evaluation=none", "partition=iid"]
+    folder = tmp_path / "run"
+    simulate([*settings, *few, f"output_dir={folder}"])
+    _, before = explore(folder)
+    (tmp_path / "photos").rename(tmp_path / "moved")
+    find_changes()  # as in another process
+    with pytest.raises(InputError, match="dataset.path: .*photos is not a folder"):
+        explore(folder)
+    _, after = explore(folder, f"dataset.path={tmp_path / 'moved'}")
+    assert column(after, "client") == column(before, "client")
+    (tmp_path / "moved" / NAMES[0]).unlink()
+    find_changes()
+    with pytest.raises(InputError, match="images are in 31 files, .* and were in 32 files, .*[0-9a-f] when the run"):
+        explore(folder, f"dataset.path={tmp_path / 'moved'}")
