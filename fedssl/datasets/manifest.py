@@ -1,12 +1,11 @@
 """Tables of CSV files and lines of JSON, and image files that a column of a table names."""
 
 import logging
-import os
 import re
 import unicodedata
 from collections.abc import Sequence
-from functools import lru_cache
-from pathlib import Path
+from functools import lru_cache, reduce
+from pathlib import Path, PureWindowsPath
 
 import pyarrow as pa
 from pyarrow import csv, json
@@ -53,16 +52,22 @@ def named_file(value: str, folder: Path) -> Path:
     """
     path = folder / value.strip()
     if "\\" in value and not exists(path):
-        path = folder / value.strip().replace("\\", os.sep)
+        windows = PureWindowsPath(value.strip())
+        path = Path(windows.as_posix()) if windows.drive else folder / windows.as_posix()
     name, text = folder.name or folder.absolute().name, value.strip().replace("\\", "/")
     if name and text.startswith(f"{name}/") and not exists(path):  # as of CheXpert
         path = folder / text.removeprefix(f"{name}/")
     if not value.isascii() and not exists(path):  # macOS writes the letters of names and their accents one by one
-        forms = (Path(unicodedata.normalize(form, str(path))) for form in ("NFC", "NFD"))
-        path = next((other for other in forms if exists(other)), path)
+        path = reduce(_in_its_form, path.parts, Path())
     if names_image(path.name) or is_file(path) or not is_folder(path.parent):
         return path
     return _by_stem(path.parent, path.parent.stat().st_mtime_ns).get(path.name) or path
+
+
+def _in_its_form(folder: Path, name: str) -> Path:
+    """Return the path of a name in a folder, in the form of its accents that exists."""
+    forms = (folder / unicodedata.normalize(form, name) for form in ("NFC", "NFD"))
+    return next((path for path in (folder / name, *forms) if exists(path)), folder / name)
 
 
 def found_below(paths: Sequence[Path | None], folder: Path) -> Sequence[Path | None]:
