@@ -55,7 +55,7 @@ def classify_options(overrides: Sequence[str]) -> Options:
     outputs = {key: given[key] for key in OUTPUTS if key in given}
     for key, file in outputs.items():
         check_output(key, file, OUTPUTS[key])
-    if len(set(outputs.values())) < len(outputs):
+    if len({file.resolve() for file in outputs.values()}) < len(outputs):
         raise InputError(f"two of {'=, '.join(outputs)}= name the same file; choose different ones")
     return Options(source=source, settings=settings, folders=search_folders(overrides), **given)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fedssl.classify.classifier import FOLDS, Classifier
+from fedssl.classify.classifier import Classifier
 from fedssl.classify.label_next import largest_cosines
 from fedssl.classify.labeled import LabeledImages
 from fedssl.classify.validation import LEVEL, Validation
@@ -35,7 +35,7 @@ def describe(labeled: LabeledImages, validation: Validation | None, *, temperatu
     held_out = len(labeled.rows) - len(validation.rows)
     lines += [
         f"accuracy: {100 * validation.accuracy:.1f}% (Wilson's {100 * LEVEL:g}% interval: {low:.1f} to {high:.1f}), by "
-        f"a nested cross-validation with {FOLDS} folds; the most frequent class alone: "
+        f"a nested cross-validation with {validation.folds} folds; the most frequent class alone: "
         f"{100 * validation.most_frequent:.1f}%",
         f"calibration error: {100 * validation.error:.1f}%, {_calibration(validation, temperature)} "
         f"({100 * validation.unavoidable_error:.1f}% for a calibrated classifier, because there are only "

@@ -29,6 +29,7 @@ _DRAWS = 200  # of labels, for the calibration error of a calibrated classifier
 class Validation:
     """Results of images that were held out."""
 
+    folds: int  # parts of the images that were held out in turn
     rows: np.ndarray  # of the images that were predicted, ``(m,)``
     labels: np.ndarray  # their classes, int64
     predictions: np.ndarray  # int64
@@ -70,7 +71,9 @@ def train(
     logits, labels, fold_of = logits[held_out], labels[held_out], fold_of[held_out]
     temperature, of_folds = useful_temperatures(logits, labels, fold_of)
     divisors = np.array([of_folds[fold] for fold in fold_of.tolist()])
-    validation = _validate(logits, labels, groups[held_out], predictions[held_out], divisors, rows=held_out)
+    validation = _validate(
+        logits, labels, groups[held_out], predictions[held_out], divisors, rows=held_out, folds=len(parts)
+    )
     return replace(model, temperature=temperature), validation
 
 
@@ -82,6 +85,7 @@ def _validate(
     temperatures: np.ndarray,
     *,
     rows: np.ndarray,
+    folds: int,
 ) -> Validation:
     right, is_best = predictions == labels, logits.argmax(axis=1) == labels
     confidences = softmax(logits / temperatures[:, None], axis=1).max(axis=1)
@@ -90,6 +94,7 @@ def _validate(
         recalls = np.bincount(labels, weights=right, minlength=logits.shape[1]) / counts
     draws = numpy_generator(0, "calibration").random((_DRAWS, len(labels))) < confidences
     return Validation(
+        folds=folds,
         rows=rows,
         labels=labels,
         predictions=predictions,

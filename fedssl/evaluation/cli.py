@@ -81,7 +81,7 @@ def run(overrides: Sequence[str]) -> str:
 
 def evaluate_encoder(overrides: Sequence[str]) -> Evaluation:
     """Evaluate an encoder by the overrides, and write the JSON file."""
-    values = dict(override.partition("=")[::2] for override in overrides)
+    values = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     source = source_of(values)
     others = [override for override in overrides if override.partition("=")[0] not in ("run", "encoder")]
     file = encoder_file(source)
@@ -184,7 +184,7 @@ def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Setting
     directories.
     """
     overrides = normalize(overrides)
-    keys = [override.partition("=")[0] for override in overrides]
+    keys = [override.lstrip("+").partition("=")[0] for override in overrides]
     if run is None:
         if "dataset" not in keys:
             raise InputError("encoder=FILE needs a data set; add dataset=NAME, e.g. dataset=cifar10")
@@ -194,7 +194,7 @@ def compose_evaluation(overrides: Sequence[str], *, run: Path | None) -> Setting
         raise InputError(
             f"{run / 'config.yaml'} does not exist; set run to a run folder, or use encoder=FILE dataset=NAME"
         )
-    changes = [] if "dataset" in keys else [override for override in overrides if override.startswith("dataset.")]
+    changes = [] if "dataset" in keys else [one for one in overrides if one.lstrip("+").startswith("dataset.")]
     overrides = [override for override in overrides if override not in changes]
     config, choices = resolve_config(overrides)
     if "dataset" not in keys:

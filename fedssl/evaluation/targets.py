@@ -74,7 +74,9 @@ def read_targets(
     targets = torch.from_numpy(np.concatenate([matrix for matrix, _ in parts], axis=1))
     if (bad := targets.isinf()).any():
         raise InputError(f"the targets {shortened(raw)} have {int(bad.sum())} infinite values; correct them")
-    titles = tuple(title for _, titles in parts for title in titles)
+    named = [(name, title) for name, (_, titles) in zip(raw, parts, strict=True) for title in titles]
+    counts = Counter(title for _, title in named)  # columns may have the same classes
+    titles = tuple(title if counts[title] == 1 else f"{name}: {title}" for name, title in named)
     return Targets(targets[:count], targets[count:], titles)
 
 
@@ -103,6 +105,12 @@ def as_numbers(name: str, values: Sequence[Any]) -> Column:
 def as_labels(name: str, values: Sequence[Any]) -> Column:
     """Convert labels to 0, 1 or NaN for each class; -1 is unknown, too."""
     values = _split_at_bars(values, all_values=values)
+    named = next((value for value in values if isinstance(value, str) and _number_of(value or 0) is None), None)
+    if named is not None:
+        raise InputError(
+            f"the column {name!r} has the value {named[:40]!r}, but labels are 0 and 1, or names between bars, such as "
+            f"'{named[:40]}|' for one; {_REMEDY}"
+        )
     lists = [value for value in values if _is_list(value)]
     if not lists or _are_indicators(lists):
         matrix, titles = as_numbers(name, values)
@@ -119,6 +127,8 @@ def as_labels(name: str, values: Sequence[Any]) -> Column:
     if len(kinds) > 1 or not kinds <= {str, int}:
         raise InputError(f"the column {name!r} has lists of other things than class names or numbers; {_REMEDY}")
     classes = sorted({item for value in items for item in value} - {""})
+    if not classes:
+        raise InputError(f"the column {name!r} names no class; {_REMEDY}")
     matrix = np.full((len(values), len(classes)), np.nan)
     known = np.array([_is_list(value) for value in values])
     matrix[known] = [[item in value for item in classes] for value in map(set, items)]
@@ -150,12 +160,19 @@ def _is_unknown(value: Any) -> bool:
 def _number(name: str, value: Any) -> float:
     if _is_unknown(value):
         return math.nan
+    number = _number_of(value)
+    if number is None:
+        raise InputError(f"the column {name!r} has the value {str(value)[:40]!r}, but targets are numbers; {_REMEDY}")
+    return number
+
+
+def _number_of(value: Any) -> float | None:
+    """Return a value as a number; None if it is none, such as ``3_5``, which Python reads as 35."""
     try:
-        return float(_BOOLS.get(value.strip().lower(), value) if isinstance(value, str) else value)
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"the column {name!r} has the value {str(value)[:40]!r}, but targets are numbers; {_REMEDY}"
-        ) from error
+        text = value.strip().lower() if isinstance(value, str) else value
+        return None if isinstance(text, str) and "_" in text else float(_BOOLS.get(text, text))
+    except (TypeError, ValueError):
+        return None
 
 
 def _of_data_set(splits: Sequence[LabeledImages], name: str) -> Sequence[Any]:
@@ -212,12 +229,14 @@ def _read_csv(file: Path, splits: Sequence[LabeledImages], columns: Sequence[str
 
 def _by_image(file: Path, names: Sequence[str], splits: Sequence[LabeledImages]) -> Mapping[str, int]:
     """Return the row of each image that a CSV file names: by its path, or else by its name; by its page first."""
-    twice = [name for name, number in Counter(names).items() if number > 1]
-    if twice:
-        raise InputError(f"{file} has several rows of {shortened(twice)}; keep one row per image")
     places = [place for split in splits for place in _places(split)]
     names = [name if "/" in name else name.replace("\\", "/") for name in names]  # as Windows writes them
-    by_path = {_normal((file.parent / name).absolute()): row for row, name in enumerate(names)}
+    paths = [_normal((file.parent / name).absolute()) for name in names]
+    counts = Counter(paths)
+    twice = dict.fromkeys(name for name, path in zip(names, paths, strict=True) if counts[path] > 1)
+    if twice:
+        raise InputError(f"{file} has several rows of {shortened(twice)}; keep one row per image")
+    by_path = {path: row for row, path in enumerate(paths)}
     of_path = {place.name: by_path.get(place.name, by_path.get(str(place.file), -1)) for place in places}
     if max(of_path.values(), default=-1) >= 0:
         return {image: row for image, row in of_path.items() if row >= 0}
@@ -232,10 +251,8 @@ def _by_image(file: Path, names: Sequence[str], splits: Sequence[LabeledImages])
         path = Path(place.file)
         of_file = by_name[path.name] or by_name[path.stem] or by_stem[path.stem]
         found[place.name] = by_name[Path(place.name).name] or of_file
-    counts = Counter(row for row, _ in {(row, place.file) for place in places for row in found[place.name]})
-    repeated = {
-        names[rows[0]]: None for rows in found.values() if len(rows) > 1 or any(counts[row] > 1 for row in rows)
-    }
+    uses = Counter(row for row, _ in {(row, place.file) for place in places for row in found[place.name]})
+    repeated = {names[rows[0]]: None for rows in found.values() if len(rows) > 1 or any(uses[row] > 1 for row in rows)}
     if repeated:
         raise InputError(
             f"several images or rows have the names {shortened(repeated)} of {file}; give paths from its folder"

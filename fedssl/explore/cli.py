@@ -129,7 +129,7 @@ def _notes(embedder: Embedder, bands: Sequence[int]) -> list[str]:
     channels = (
         f"channel {bands[0] + 1}" if len(bands) == 1 else f"channels {', '.join(str(band + 1) for band in bands)}"
     )
-    of = f"{channels} of {embedder.channels}" if embedder.channels not in (1, 3) else "all channels"
+    of = "all channels" if len(bands) == embedder.channels else f"{channels} of {embedder.channels}"
     window = embedder.pixels.get("window")
     limits = "" if window is None else f", in the window from {window[0]:g} to {window[1]:g}"
     return [

@@ -63,7 +63,7 @@ def column_of(title: str, values: Sequence[object]) -> Column:
 
     Many different numbers are divided into ranges with equal numbers of images.
     """
-    texts = [MISSING if value is None or str(value).strip() in ("", "nan") else str(value) for value in values]
+    texts = [MISSING if value is None or str(value).strip().lower() in ("", "nan") else str(value) for value in values]
     numbers = _numbers(texts)
     if numbers is not None and len(np.unique(numbers[~np.isnan(numbers)])) > _MAX_NUMBERS:
         return _ranges(title, numbers)
@@ -76,6 +76,8 @@ def column_of(title: str, values: Sequence[object]) -> Column:
 
 def _numbers(texts: Sequence[str]) -> np.ndarray | None:
     """Return texts as float64, not-a-number where one is missing; None if one is no number, or all are missing."""
+    if any("_" in text for text in texts):  # a name, of which Python makes a number
+        return None
     try:
         numbers = np.array([np.nan if text == MISSING else float(text) for text in texts])
     except ValueError:

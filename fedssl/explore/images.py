@@ -111,7 +111,7 @@ class PathImages:
             found.append(coded("label", self.images.labels[rows], self.images.classes))
         groups = self.images.groups(rows)
         if groups is not None:
-            found.append(column_of("group", groups))
+            found.append(column_of("group", list(map(without_folders, groups))))
         for name in further:
             values = self.images.values(name)
             found.append(column_of(name, [values[row] for row in rows]))
@@ -121,11 +121,16 @@ class PathImages:
         check_readable(self.images, unreadable, skip=True)
         if not unreadable:
             return ""
-        named = ", ".join(self.names(np.array(sorted(unreadable)[:5])))
+        named = ", ".join(map(without_folders, self.names(np.array(sorted(unreadable)[:5]))))
         return f"{len(unreadable):,} of {len(self):,} images cannot be read and are left out, such as {named}."
 
     def sampled(self, limit: int) -> "PathImages":
         return replace(self, images=self.images.at(sample(len(self), limit)))
+
+
+def without_folders(name: str) -> str:
+    """Return an absolute path's last part, and other names: a page that is shared has no path of this machine."""
+    return name.rpartition("/")[2] if name.startswith("/") else name
 
 
 Images: TypeAlias = "PathImages | RunImages"
@@ -184,7 +189,7 @@ def collect(
     sheets.finish()
     names = images.names(readable)
     return Collected(
-        names=names,
+        names=list(map(without_folders, names)),
         features=np.concatenate(features) if known is None else np.stack([known[name] for name in names]),
         columns=images.columns(readable, further),
         sheets=sheets,

@@ -96,7 +96,7 @@ def _images(source: ExportSource, others: Sequence[str]) -> Tensor:
     """Draw the images for int8 from the data set, with the encoder's channels and size."""
     settings = compose_evaluation(others, run=None if source.run is None else source.run.folder)
     check_effect("fedssl-export", others, groups=("dataset", "experiment", "seed"))
-    given = {override.partition("=")[0] for override in others} - {"dataset.size"}
+    given = {override.lstrip("+").partition("=")[0] for override in others} - {"dataset.size"}
     images = load_federated(match_encoder(source.encoder, settings.data, given=given)).images
     if len(images) < CALIBRATION + MEASURED:
         raise InputError(

@@ -205,6 +205,11 @@ def prepared(case: str) -> None:
         ("", ["labeled=photos/labeled", "images=photos", "out=p.xlsx"], "out=p.xlsx does not end in .csv"),
         ("", ["labeled=photos/labeled", "images=photos", "out=no/p.csv"], "folder that does not exist"),
         ("", ["labeled=photos/labeled", "images=photos", "out=a.csv", "next=a.csv", "label_next=3"], "the same file"),
+        (
+            "",
+            ["labeled=photos/labeled", "images=photos", "out=a.csv", "next=photos/../a.csv", "label_next=3"],
+            "same file",
+        ),
         ("", ["label=photos/labeled"], "did you mean labeled"),
         ("", ["labeled=photos/labeled", "include_labeled=yes", "images=photos"], "include_labeled=true or"),
         ("", ["labeled=photos/labeled", "label_next=2"], "no image without a label; give others with images=PATH"),

@@ -61,6 +61,12 @@ def test_copies_in_one_group_do_not_improve_the_accuracy() -> None:
     assert results[0].accuracy > 0.9 > 0.65 > results[1].accuracy
 
 
+def test_few_images_have_fewer_folds() -> None:
+    x, labels = blobs([2, 2, 2], dim=4, distance=3, seed=0)
+    _, validation = train(x, labels, classes=list("abc"), groups=np.arange(6), seed=0)
+    assert validation.folds == 2
+
+
 def test_accuracy_is_near_that_of_new_images() -> None:
     differences, covered = [], 0
     for seed in range(5):

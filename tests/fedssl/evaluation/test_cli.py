@@ -65,12 +65,13 @@ def test_command_evaluates_a_run_on_its_own_data(
 
 def test_another_evaluation_keeps_the_file_of_the_former(finished_run: Path, monkeypatch: pytest.MonkeyPatch):
     folder = finished_run / "evaluation"
-    for overrides in ([], ["evaluation.k=20"], ["dataset.limit=200"], ["evaluation.k=20"]):
+    for overrides in ([], ["evaluation.k=20"], ["++dataset.limit=200", "++seed=5"], ["evaluation.k=20"]):
         assert command(monkeypatch, f"run={finished_run}", *overrides) == 0
         (folder / "knn-digits-3.json").touch()  # of somebody else, and no report
     digits = [json.loads((folder / f"knn-digits{end}.json").read_text()) for end in ("", "-2", "-4")]
     assert [each["evaluation"]["k"] for each in digits] == [200, 20, 200]
     assert [each["dataset"]["limit"] for each in digits] == [300, 300, 200]
+    assert [each["seed"] for each in digits] == [7, 7, 5]
     for name in ("one", "two", "one"):
         write_images(finished_run / name / "images")
         monkeypatch.chdir(finished_run / name)
@@ -96,7 +97,7 @@ def test_command_standardizes_and_resizes_as_in_training(tmp_path: Path, monkeyp
     ("overrides", "expected"),
     [
         ([], {"window": [0, 4095], "percentiles": None, "background": 0}),
-        (["dataset.window=null"], {"window": None, "percentiles": None, "background": 0}),
+        (["++dataset.window=null"], {"window": None, "percentiles": None, "background": 0}),
         (["dataset.percentiles=[1,99]"], {"window": None, "percentiles": [1, 99], "background": 0}),
         (["dataset.window=[0,1023]", "dataset.background=7"], {"window": [0, 1023], "background": 7}),
     ],

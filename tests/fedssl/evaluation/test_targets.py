@@ -52,7 +52,13 @@ def test_numbers_have_many_forms():
     [
         (as_labels, [0, 1, 2], "value 2, but labels are 0, 1, or null .* evaluation=regression"),
         (as_labels, [0, 0.5], "value 0.5"),
-        (as_labels, ["cat", "dog"], "value 'cat', but targets are numbers"),
+        (
+            as_labels,
+            ["", "cat", "dog"],
+            r"value 'cat', but labels are 0 and 1, or names .*, such as 'cat\|' for one; name",
+        ),
+        (as_labels, [[], [""], None], "the column 'x' names no class; name other columns"),
+        (as_numbers, ["3_5", "2"], "value '3_5', but targets are numbers"),
         (as_labels, [["a"], [1, 2, 3]], "lists of other things"),
         (as_numbers, ["1,5"], "value '1,5'"),
         (as_numbers, [[1, 2], [1, 2, 3]], "3 and 2 targets per image"),
@@ -163,6 +169,7 @@ def test_blank_cells_mean_no_label_in_every_csv_file(tmp_path: Path, none: str):
     [
         ("file,x\nother.png,1\n", None, "has no row of the 2 training images; .* its first column, such as .*png"),
         ("file,x\ntrain/a.png,1\ntrain/a.png,2\n", None, "several rows of train/a.png; keep one row per image"),
+        ("file,x\n./train//a.png,1\ntrain/a.png,2\n", None, r"several rows of ./train//a.png, train/a.png; keep one"),
         ("file,x\ntrain/a.png,1\n", ["z"], r"has no column z after the first; it has \['x'\]"),
         ("file\ntrain/a.png\n", None, "has no column"),
         ("", None, "has no column"),
@@ -228,7 +235,7 @@ def test_bars_of_unused_images_make_names_too(tmp_path: Path):
     (tmp_path / "t.csv").write_text(f"{text}other.png,cat|dog,p4\n")
     result = read_targets(subject, columns=["tags"], file=str(tmp_path / "t.csv"), convert=as_labels)
     assert (result.train.tolist(), result.test.tolist(), result.names) == ([[1, 0], [0, 1]], [[0, 1]], ("cat", "dog"))
-    with pytest.raises(InputError, match="value 'p1', but targets are numbers; name other columns"):
+    with pytest.raises(InputError, match="value 'p1', but labels are 0 and 1, or names between bars, .*; name"):
         read_targets(subject, columns=None, file=str(tmp_path / "t.csv"), convert=as_labels)
     images_in_folders(tmp_path, "test/c.png")
     rows = ["train/a.png,cat,train", "train/b.png,dog,train", "test/a.png,dog,test", "test/c.png,cat|dog,test"]
@@ -237,3 +244,17 @@ def test_bars_of_unused_images_make_names_too(tmp_path: Path):
     listed = make_evaluation_input(None, data, device=torch.device("cpu"), needs_labels=False)
     some = read_targets(listed.subset(torch.tensor([0])), columns=["tags"], file=None, convert=as_labels)
     assert (some.train.tolist(), some.test.tolist(), some.names) == ([[1, 0], [0, 1]], [[0, 1]], ("cat", "dog"))
+
+
+def test_columns_may_have_the_same_classes(tmp_path: Path):
+    names = [f"{folder}/{name}.png" for folder in ("train", "test") for name in "ab"]
+    images_in_folders(tmp_path, *names)
+    rows = "".join(
+        f"{name},{cells}\n" for name, cells in zip(names, ("x|,y|z", "y|,x|", "y|,x|", "x|,y|"), strict=True)
+    )
+    (tmp_path / "t.csv").write_text(f"file,left,right\n{rows}")
+    data = settings_of("folder", path=str(tmp_path), size=4, label=None, folders="none")
+    subject = make_evaluation_input(None, data, device=torch.device("cpu"), needs_labels=False)
+    result = read_targets(subject, columns=None, file=str(tmp_path / "t.csv"), convert=as_labels)
+    assert result.names == ("left: x", "left: y", "right: x", "right: y", "z")
+    assert result.train.tolist() == [[1, 0, 0, 1, 1], [0, 1, 1, 0, 0]]

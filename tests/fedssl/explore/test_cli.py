@@ -162,12 +162,24 @@ def test_columns_of_a_manifest_color_the_images(run: Path, photos: Path) -> None
     assert set(column(data, "label")) == {"x", "(none)"}
 
 
+def test_images_elsewhere_have_no_folder_of_this_machine(run: Path, tmp_path: Path) -> None:
+    write_images(tmp_path / "else", ["1.png", "2.png"])
+    (tmp_path / "lists").mkdir()
+    rows = "".join(f"{tmp_path}/else/{number}.png,{number}\n" for number in (1, 2))
+    (tmp_path / "lists" / "list.csv").write_text(f"path,site\n{rows}{tmp_path}/else/3.png,3\n")
+    (tmp_path / "else" / "3.png").write_bytes(b"no image")
+    _, data = explore(run, f"images={tmp_path / 'lists' / 'list.csv'}", "columns=site")
+    assert data["names"] == ["1.png", "2.png"]
+    assert str(tmp_path) not in (tmp_path / "page.html").read_text()
+
+
 def test_bands_of_many_channels_are_named(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     write_encoder(tmp_path / "run" / "encoder.pt", {**SMALL, "channels": 3})
     write_images(tmp_path / "photos", ["1.png"])
-    explore(tmp_path / "run", f"images={tmp_path / 'photos'}", "bands=2")
-    assert "all channels" in (tmp_path / "page.html").read_text()
+    for bands, note in ((["bands=2"], "channel 2 of 3, as"), ([], "all channels, as")):
+        explore(tmp_path / "run", f"images={tmp_path / 'photos'}", *bands)
+        assert note in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize("names", [["1.png"], ["1.png", "2.png"]])

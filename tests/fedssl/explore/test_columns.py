@@ -19,7 +19,7 @@ def test_labels_have_their_names_or_numbers():
 
 
 def test_texts_are_sorted_and_missing_ones_first():
-    column = column_of("site", ["b", None, "a", "", float("nan"), "b"])
+    column = column_of("site", ["b", None, "a", "NaN", float("nan"), "b"])
     assert column.values == (MISSING, "a", "b")
     assert texts(column) == ["b", MISSING, "a", MISSING, MISSING, "b"]
     assert column.missing == 0
@@ -48,6 +48,7 @@ def test_the_ends_of_ranges_have_digits_that_differ():
 def test_mixed_and_infinite_values_are_texts():
     values = [*range(30), "x"]
     assert len(column_of("id", values).values) == 31
+    assert len(column_of("id", [f"1_{number}" for number in range(30)]).values) == 30
     assert "inf" in column_of("id", [*range(30), float("inf")]).values
 
 
