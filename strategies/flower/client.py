@@ -23,7 +23,7 @@ from fedssl.flower_internals import error_reply
 from strategies.encoder_divergence import divergence
 from strategies.fedema import blend, next_scale, own_share
 from strategies.flower.arrays import conform, in_parts, read_layers, write_layers
-from strategies.flower.task import FEDEMA, FEDU, REPLY, SCALE, ClientTask
+from strategies.flower.task import FEDEMA, FEDU, PROBLEM, REPLY, SCALE, ClientTask
 from strategies.l_dawa import scale_layers
 
 KEPT, NUMBERS, NAMES = "fedssl-kept", "fedssl-numbers", "fedssl-names"  # keys of `Context.state`
@@ -61,10 +61,12 @@ def client_mod(message: Message, context: Context, call_next: Callable[[Message,
     if not is_training or reply.has_error() or len(reply.content.array_records) != 1:
         return reply
     ((key, record),) = reply.content.array_records.items()
+    replied = _select(start, task.local) | read_layers(record, task.statistics)  # local arrays may be left out
     try:
-        trained = conform(read_layers(record, task.statistics), GlobalLayers(start))
-    except InputError:
-        return reply  # the server logs why it cannot use it
+        trained = conform(replied, GlobalLayers(start))
+    except InputError as problem:  # also of arrays that are not uploaded; the server logs it
+        reply.content = RecordDict({**reply.content, REPLY: ConfigRecord({PROBLEM: str(problem)})})
+        return reply
     if all(np.isfinite(array).all() for array in trained.values()):  # else the client keeps its previous state
         _save(context.state, _kept_after(task, received, start=start, trained=trained, numbers=kept.numbers))
     upload = write_layers(_upload(task, received, trained))
@@ -107,8 +109,11 @@ def _kept_after(
 
 
 def _distance(task: ClientTask, trained: Layers, start: Layers) -> float:
-    """Return the distance of `strategies.encoder_divergence` over the weights of the encoder that training changed."""
-    encoder = _select(trained, task.encoder)
+    """Return the distance of `strategies.encoder_divergence` over the weights of the encoder that training changed.
+
+    Local arrays have no global values.
+    """
+    encoder = {name: array for name, array in _select(trained, task.encoder).items() if not in_parts(name, task.local)}
     weights = {
         name: array
         for name, array in encoder.items()

@@ -1,5 +1,7 @@
 """The strategies in Flower's loop with a plain ClientApp, against our own apps: the same bits."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from fedssl.flower_internals import SERVER_NODE
 from simulation.grid import LocalGrid
 from strategies.flower import EUA, EUC, LDAWA, MDAWA, FedEMA, FedU, LayerWise, LossWeighted, base
 from strategies.flower.client import NUMBERS
+from strategies.flower.replies import SetupError
 from tests.federation import Federation
 from tests.strategies.flower.apps import app_of, plain_client_app, run
 
@@ -230,3 +233,40 @@ def test_a_second_start_continues_with_what_clients_have_kept():
     for _ in range(2):
         run(strategy, app, START, clients=1, grid=grid)
     assert seen == [1, 2]
+
+
+def test_local_arrays_of_the_encoder_are_in_no_distance():
+    """The kernel moves by 1 a round: d = sqrt(4) = 2 for its four weights, below and above the threshold."""
+
+    def train(client, round, layers, config):
+        return {name: array + np.float32(9 if name == "encoder.bn" else 1) for name, array in layers.items()}
+
+    kernel = np.zeros((1, 1, 2, 2), np.float32)
+    layers = {"encoder.conv": kernel, "encoder.bn": np.zeros(1, np.float32), "predictor": np.zeros(1, np.float32)}
+    for threshold in (1.9, 2.1):
+        strategy = FedU(encoder="encoder", predictor="predictor", local="encoder.bn", predictor_threshold=threshold)
+        grid = LocalGrid(app_of(train), num_clients=2)
+        result, _ = run(strategy, None, layers, rounds=4, grid=grid)
+        assert result["encoder.conv"].tolist() == [[[[4, 4], [4, 4]]]]
+        kept = [context.state.metric_records[NUMBERS]["distance"] for context in grid._contexts.values()]
+        assert kept == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "strategy", [EUC, partial(FedU, encoder="a", predictor="b"), partial(LDAWA, scale_at="client")]
+)
+def test_clients_may_keep_local_arrays_themselves(strategy):
+    def train(client, round, layers, config):
+        return {name: array + np.float32(1) for name, array in layers.items() if name != "target"}
+
+    layers = START | {"target": np.zeros(1, np.float32)}
+    result, _ = run(strategy(local="target"), app_of(train), layers, rounds=3)
+    assert result["target"] == [0]
+    assert not np.array_equal(result["a.weight"], START["a.weight"])
+
+
+def test_the_reason_of_an_incomplete_reply_is_its_own():
+    app = app_of(lambda client, round, layers, config: {"a.weight": layers["a.weight"]})
+    for strategy in (FedU(encoder="a", predictor="b"), LayerWise(stages=["a", "b"], rounds=2)):
+        with pytest.raises(SetupError, match="b.weight.*; name arrays that stay on the clients in local="):
+            run(strategy, app, START)
