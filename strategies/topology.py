@@ -52,8 +52,8 @@ def make_graph(
 ) -> "nx.Graph":
     """Return a connected graph over the clients that are not ``untrained``. ``graph.graph["topology"]`` is its kind.
 
-    ``topology`` is one of `TOPOLOGIES`. grid: as square as possible, row by row, without wraparound; the last row may
-    be shorter. star: every client and `SERVER`. random_regular: every client has ``degree`` neighbors. erdos_renyi:
+    ``topology`` is one of `TOPOLOGIES`. grid: at most floor(sqrt(n)) rows, row by row, without wraparound; the last row
+    may be shorter. star: every client and `SERVER`. random_regular: every client has ``degree`` neighbors. erdos_renyi:
     every pair is joined with ``probability`` in (0, 1]. file: see `read_edges`. Random graphs are resampled, up to
     `MAX_DRAWS` times, until they are connected; a seed gives the same graph with the same version of networkx.
     """
@@ -132,7 +132,7 @@ def second_eigenvalue(matrix: np.ndarray) -> float:
 
 
 def grid_columns(num_clients: int) -> int:
-    """Return the number of columns of the grid, equal to that of rows or slightly more."""
+    """Return the number of columns of the grid, which has at most floor(sqrt(n)) rows."""
     return -(-num_clients // math.isqrt(num_clients))
 
 

@@ -38,6 +38,8 @@ Split = Literal["federated", "train", "test"]
 # Images in memory of each index, with all that they depend on, see `fedssl.datasets.cache`.
 decoded: dict[str, tuple[tuple[str, str], ImageSource, Storage]] = {}
 
+_SPLITS = 16  # that are in memory: evaluations may use several data sets
+
 # The limited subset depends on the data, not on the run's seed.
 _FIXED_SEED = 0
 
@@ -118,7 +120,7 @@ def subsample_indices(count: int, limit: int | None) -> np.ndarray:
     return np.sort(numpy_generator(_FIXED_SEED, "limit").permutation(count)[:limit])
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=_SPLITS)
 def _read_domains(data: DataSettings, source: str, is_test: bool) -> ImageData | None:
     """Return the images of the domains that are held out, or those of the others.
 
@@ -143,7 +145,7 @@ def select(image_data: ImageData, rows: torch.Tensor) -> ImageData:
     return chosen if is_labeled else replace(chosen, labels=None)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=_SPLITS)
 def _read_split(data: DataSettings, source: str, limit: int | None) -> ImageData | None:
     with python_seed(0):
         image_data: ImageData | None = data.reader.instantiate(source, limit=limit)

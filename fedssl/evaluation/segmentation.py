@@ -49,6 +49,7 @@ _CHUNK = 64  # images whose logits have the size of images at a time
 _MODES = ("1", "L", "P", "I", "I;16")  # of one number per pixel
 _LOSSY = ("JPEG", "MPO")  # WebP and AVIF have no gray images
 _MAX_CLASS = 255
+_MAX_READ = 32  # splits whose masks are in memory
 _TRANSPOSED = 5  # the first EXIF orientation that exchanges width and height
 
 
@@ -315,6 +316,8 @@ class Segmentation(EvaluationProtocol):
         key = id(index), rows.tobytes()
         if key not in self._read:
             self._read[key] = index, read_masks(images, self.masks)
+            if len(self._read) > _MAX_READ:
+                del self._read[next(iter(self._read))]
         return self._read[key][1]
 
     def _classes(self, masks: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 from fedssl.config.load import compose
+from fedssl.datasets import base
 from fedssl.errors import InputError
 from fedssl.evaluation.features import pixels
 from fedssl.evaluation.protocol import EvaluationProtocol, evaluate, evaluate_domains, make_evaluation_input
@@ -30,6 +31,18 @@ def test_results_are_those_of_the_protocol_on_other_images():
     found = evaluate(knn, few, seed=0)["knn"], evaluate(knn, evaluation_input, seed=0)["knn"]
     assert result == dict(zip(("knn@few", "knn@all"), found, strict=True))
     assert result["knn@few"] != result["knn@all"]
+
+
+def test_several_data_sets_are_read_once():
+    more = [f"+dataset@evaluation.datasets.{name}=digits" for name in "abc"]
+    more += [f"evaluation.datasets.{name}.limit={40 + number}" for number, name in enumerate("abc")]
+    settings = compose([*OTHER, *more, "evaluation@evaluation.protocol=knn"])
+    evaluation_input = make_evaluation_input(build_method(settings.model).encoder, settings.data, device=CPU)
+    protocol = settings.evaluation.protocol.instantiate()
+    first = evaluate(protocol, evaluation_input, seed=0)
+    count = base._read_split.cache_info().misses
+    assert evaluate(protocol, evaluation_input, seed=0) == first
+    assert base._read_split.cache_info().misses == count
 
 
 class Brightness(EvaluationProtocol):
