@@ -79,7 +79,7 @@ class Partition:
 
 def client_indices(settings: PartitionSettings, image_data: ImageData) -> list[np.ndarray]:
     """Return the indices of every client's images, see `make_partition`."""
-    return make_partition(settings, image_data).client_indices
+    return _kept_partition(settings, image_data).client_indices
 
 
 def labeled_indices(client_indices: Sequence[np.ndarray], labels: torch.Tensor | None) -> list[np.ndarray]:
@@ -93,8 +93,21 @@ def make_partition(settings: PartitionSettings, image_data: ImageData) -> Partit
 
     The last result is kept: a process that runs server and clients, or several jobs of a sweep, computes it once. The
     server's images for its calibration (see `server_indices`), and those that `long_tail` leaves out, belong to no
-    client. Indices and groups refer to ``image_data``.
+    client. Indices and groups refer to ``image_data``. A user's rule is called twice, because every process calls it:
+    `InputError` if the results differ.
     """
+    partition = _kept_partition(settings, image_data)
+    if not settings.rule.target.startswith("fedssl."):
+        pairs = zip(partition.client_indices, _partition(settings, image_data).client_indices, strict=True)
+        if not all(np.array_equal(first, second) for first, second in pairs):
+            raise InputError(
+                f"{settings.rule.name} returns other clients in a second call, as in another process; draw all random "
+                "numbers from data.seed"
+            )
+    return partition
+
+
+def _kept_partition(settings: PartitionSettings, image_data: ImageData) -> Partition:
     for known_settings, known_images, partition in _last:
         if known_settings == settings and known_images is image_data:
             return partition

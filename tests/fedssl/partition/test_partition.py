@@ -92,3 +92,13 @@ def test_the_last_partition_is_kept_for_equal_settings():
     assert make_partition(replace(settings), IMAGES) is first
     assert make_partition(settings, replace(IMAGES)) is not first
     assert make_partition(replace(settings, seed=1), IMAGES) is not first
+
+
+def unseeded(data: PartitionInput) -> list[np.ndarray]:
+    return np.array_split(np.random.default_rng().permutation(data.num_images), data.num_clients)
+
+
+def test_an_unseeded_partition_is_refused():
+    rule = Component({"_target_": f"{__name__}.unseeded"})
+    with pytest.raises(InputError, match="unseeded returns other clients in a second call, .* from data.seed"):
+        make_partition(replace(compose(WORDS).partition, rule=rule), IMAGES)
