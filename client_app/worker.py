@@ -22,7 +22,8 @@ from fedssl.errors import RequestRefused
 from fedssl.machine.cuda_graphs import WARMUP_STEPS
 from fedssl.machine.devices import is_gpu
 from fedssl.machine.process import configure_process
-from fedssl.methods.base import build_method
+from fedssl.methods.base import SSLMethod, build_method
+from fedssl.methods.unsaved_state import Buffers, UnsavedState
 from fedssl.model_arrays import (
     check_loaded,
     copy_layers,
@@ -72,6 +73,7 @@ class ClientWorker:
         if settings.machine.compile_encoder:
             self.method.encoder.compile()
         self.mods = make_client_mods(self.method, settings.base_folders)
+        self._unsaved = UnsavedState(self.method, known=SSLMethod)
 
     def train(
         self,
@@ -101,7 +103,8 @@ class ClientWorker:
             seed_generators(derive_seed(*seed_path), self.device)
             start_layers = strategy.load_start(method, round.plan, round.state)
             result = self._train(round, self.training, torch_generator(*seed_path))
-            method.end_round()
+            with Buffers(method):
+                method.end_round()
             finished, strategy_arrays = strategy.finish_training(
                 method, round.plan, start=start_layers, state=round.state, steps=self._steps(round)
             )
@@ -195,11 +198,8 @@ class ClientWorker:
             strategy.personalized_model(method, selected.plan, selected.state)
             if request.after_adaptation:
                 self._train(selected, training, torch_generator(*seed_path))
-            names = [
-                name
-                for name in method.named_tensors
-                if name.startswith("encoder.") and name not in {*method.inactive_names, *method.base_names}
-            ]
+            unused = {*method.inactive_names, *method.base_names}
+            names = [name for name in method.named_tensors if name.startswith("encoder.") and name not in unused]
             check_loaded(method, names)
             return ClientUpdate(
                 layers=copy_layers(method, names),
@@ -240,6 +240,7 @@ class ClientWorker:
         on_step_start: Callable[[], None] = lambda: None,
     ) -> ClientRound:
         """Complete the plan by the layers that the client holds, and join broadcast parts to its layers."""
+        self._unsaved.reset()
         self.method.client = client
         completed = plan
         for mod in self.mods:

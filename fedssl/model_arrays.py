@@ -13,6 +13,7 @@ from fedssl.low_rank_products import FactorPairs
 from fedssl.machine.device_copies import copy_from_cpu, copy_to_cpu
 from fedssl.machine.devices import is_gpu
 from fedssl.methods.base import SSLMethod
+from fedssl.methods.unsaved_state import Buffers
 
 # Layers from shared memory are read-only; they are never written here.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -128,7 +129,8 @@ def load_and_start_round(method: SSLMethod, layers: Layers) -> Layers:
     load_layers(method, layers)
     local = set(local_names(method))
     first = not layers.keys() >= local
-    method.start_round(first=first)
+    with Buffers(method):
+        method.start_round(first=first)
     if first:  # the method initializes them
         method.moved_out.difference_update(local)
     changed = method.names_changed_at_start

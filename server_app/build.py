@@ -19,6 +19,7 @@ from fedssl.errors import InputError, shortened
 from fedssl.logs import log
 from fedssl.machine.process import configure_process
 from fedssl.methods.base import SSLMethod, build_method
+from fedssl.methods.unsaved_state import check_unsaved
 from fedssl.model_arrays import exchanged_layers
 from fedssl.partition import Partition, labeled_indices, make_partition, parameter_table
 from fedssl.regularizers.base import Regularizer
@@ -129,6 +130,7 @@ def build_components(settings: Settings, clients: ClientDirectory, *, reads_imag
     evaluator = Evaluator(settings.evaluation, data=data, rounds=settings.rounds, device=device, seed=settings.seed)
     context = make_context(settings, device, client_config=task)
     method = context.method
+    check_unsaved(settings.model.encoder, method.encoder)
     strategy = make_strategy(settings.algorithm.strategy)
     load_images = functools.cache(partial(load_client_images, settings, method))
     parts = RunParts(
