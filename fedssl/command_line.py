@@ -33,7 +33,10 @@ def _main(name: str, module: str) -> None:
             signal.signal(number, _interrupt)
     sys.unraisablehook = _interrupt_again
 
+    os.environ["MPLBACKEND"] = "agg"  # figures are files, and that of a notebook may not be installed here
+
     def command() -> int:
+        Path.cwd()  # raises an error if it is gone, without which libraries cannot be loaded
         check_packages()
         main = importlib.import_module(module).main
         if _received:  # torch discards an interrupt while it imports NumPy
@@ -165,11 +168,16 @@ def shown_error(error: Exception) -> Exception | None:
     """Return the error with one sentence for what the machine lacks; others unchanged."""
     if isinstance(error, OSError):
         return error_of_path(error)
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or _is_unmapped(error):
         return RunError(f"out of memory; lower batch_size or encoder.width, or {_memory_remedy()}")
     if isinstance(error, RuntimeError) and str(error).startswith("Could not determine home directory"):  # by pathlib
         return InputError("this user has no home folder; set the environment variable HOME to a folder")
     return error
+
+
+def _is_unmapped(error: Exception) -> bool:
+    """Return whether a library could not be loaded because there is no memory for it."""
+    return isinstance(error, ImportError) and "failed to map segment" in str(error)
 
 
 def _memory_remedy() -> str:

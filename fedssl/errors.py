@@ -1,6 +1,7 @@
 """Exceptions whose messages are shown to users, and parts of their messages."""
 
 import errno
+import os
 from collections.abc import Iterable, Sequence
 
 # Errors of a disk that cannot be written any more.
@@ -76,12 +77,21 @@ class RequestRefused(InputError):
 def error_of_path(error: OSError) -> InputError | RunError | None:
     """Return the error with one sentence for a path that cannot be used; None for an error of another kind."""
     path = error.filename if isinstance(error.filename, str) else ""
+    if not path and error.errno == errno.ENOENT and _working_folder_is_gone():
+        return InputError("the working folder no longer exists; change to another one with cd")
     remedy = _REMEDIES.get(error.errno or 0) or (path and "choose another path, or check the disk or share of it")
     if not remedy:
         return None
     path = path if len(path) <= _MAX_PATH else f"{path[: _MAX_PATH // 2]}...{path[-_MAX_PATH // 2 :]}"
     sentence = f"{path} cannot be used ({error.strerror}); {remedy}" if path else f"{error.strerror}; {remedy}"
     return RunError(sentence) if error.errno in DISK_ERRORS else InputError(sentence)
+
+
+def _working_folder_is_gone() -> bool:
+    try:
+        return not os.getcwd()  # noqa: PTH109 - the module imports as little as it can
+    except FileNotFoundError:
+        return True
 
 
 def disk_remedy(error: OSError) -> str:

@@ -220,9 +220,11 @@ def _step(
         with training.autocast(views[0].images.device):
             with capture_outputs(method, regularizer.resolve_part(method)) as outputs:
                 loss = method.loss(views)
+            check_loss(loss, method, has_gradient=False)
+            owners = regularizer.terms if loss.requires_grad else [method]
             z = [rows for output in outputs for rows in output.split(views.num_images)][: regularizer.num_views]
             loss = regularizer.apply(loss, RegularizerInput(method, views, tuple(z), generator))
-            check_loss(loss, method)
+            check_loss(loss, *owners)
         loss.backward()
         buffers.keep()
         if training.clip_norm is not None:

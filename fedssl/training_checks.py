@@ -108,10 +108,15 @@ def _check_view_size(encoder: Encoder, recipe: ViewRecipe, shape: tuple[int, int
         ) from error
 
 
-def check_loss(loss: Any, method: SSLMethod) -> None:
-    """Raise an `InputError` unless the loss of a step, with the regularizer, is a scalar with a gradient."""
-    if isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad:
+def check_loss(loss: Any, *owners: object, has_gradient: bool = True) -> None:
+    """Raise an `InputError` unless the loss of a step is a scalar, with a gradient if it must have one.
+
+    ``owners`` have computed it: a method, or the terms of a regularizer.
+    """
+    is_scalar = isinstance(loss, Tensor) and loss.ndim == 0
+    if is_scalar and (loss.requires_grad or not has_gradient):
         return
     found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     found += " without a gradient" if isinstance(loss, Tensor) and not loss.requires_grad else ""
-    raise InputError(f"the loss of {type(method).__name__} is {found}; return a scalar tensor with a gradient")
+    names = " and ".join(type(owner).__name__ for owner in owners)
+    raise InputError(f"the loss of {names} is {found}; return a scalar tensor with a gradient")

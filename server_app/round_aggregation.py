@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedssl.arrays import Layers
-from fedssl.errors import InputError
+from fedssl.errors import InputError, shortened
 from fedssl.logs import log
 from server_app.client_models import ClientModels, MappedValues
 from server_app.exchanges.base import Sum, TooFewUpdatesError
@@ -161,10 +161,12 @@ def _pair(server: ServerStrategy, hook: str, found: object) -> tuple[Any, Any]:
 
 
 def _state_and_metrics(server: ServerStrategy, hook: str, found: object) -> tuple[Any, dict[str, Any]]:
-    """Return the state and the metrics that a hook returns, these as plain values; raises `InputError`."""
+    """Return the state of a hook, and its metrics as plain values, None if they are not finite; raises `InputError`."""
     state, metrics = _pair(server, hook, found)
     try:
-        return state, dict(json.loads(json.dumps(metrics, default=lambda value: value.tolist())))
+        return state, dict(
+            json.loads(json.dumps(metrics, default=lambda value: value.tolist()), parse_constant=lambda _: None)
+        )
     except (TypeError, ValueError, AttributeError) as error:
         raise InputError(
             f"{hook} of {type(server).__name__} returns the metrics {metrics!r:.200}; return a dictionary of numbers, "
@@ -182,6 +184,10 @@ def _server_step(server: ServerStrategy, done: AggregatedModel) -> tuple[Layers,
                 f"server_step of {type(server).__name__} returns {name} of {form[0]} and shape {form[1]}; return "
                 "layers of the model in their dtypes and shapes"
             )
+    if missing := done.layers.keys() - layers.keys():
+        raise InputError(
+            f"server_step of {type(server).__name__} lacks {shortened(sorted(missing))}; return all layers"
+        )
     return layers, state
 
 

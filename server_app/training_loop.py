@@ -79,7 +79,7 @@ def run_round(
             if attempt == max_retries:
                 raise
             attempt += 1
-            log.warning("%s; it is repeated with other clients (%d of %d)", reason, attempt, max_retries)
+            log.warning("%s; it is repeated with the available clients (%d of %d)", reason, attempt, max_retries)
 
 
 class TrainingLoop:

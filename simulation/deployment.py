@@ -65,11 +65,11 @@ def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> Path 
     if not (APP / "pyproject.toml").is_file():
         raise InputError(
             "engine=deployment submits the app from a clone of its repository, which this installation is not; install "
-            "fedssl from a clone with pip install -e"
+            "fedssl from a clone: uv pip install --editable CLONE"
         )
     unmet = unmet_requirements(APP)
     if unmet:
-        raise InputError(f"{unmet}; install them with pip install -e {APP}, and restart the SuperLink")
+        raise InputError(f"{unmet}; install them with uv pip install --editable {APP}, and restart the SuperLink")
     # Absolute, because the ServerApp has another working directory.
     files = [f"engine.{name}={quote_value(file)}" for name in FILES if (file := getattr(engine, name))]
     overrides = list(by_key([*overrides, *files]).values())

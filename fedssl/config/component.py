@@ -2,11 +2,13 @@
 
 import functools
 import json
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
-from fedssl.errors import InputError, error_of_path
+from fedssl.errors import InputError, RunError, error_of_path
 from fedssl.plain_values import RUN_KEYS
 
 T = TypeVar("T")
@@ -43,9 +45,16 @@ class Component:
                 cause = cause.__cause__
             if isinstance(cause, InputError | MemoryError):
                 raise cause from None
+            if str(cause) == "can't start new thread":
+                raise RunError("no further thread can be started; raise the limit of the shell: ulimit -u") from error
             if isinstance(cause, OSError) and (sentence := error_of_path(cause)) is not None:
                 raise sentence from error
-            raise InputError(f"{self.target} rejects its settings: {' '.join(str(cause).split())}") from error
+            reason = " ".join(str(cause).split())
+            if isinstance(cause, TypeError | ValueError):
+                raise InputError(f"{self.target} rejects its settings: {reason}") from error
+            frame = traceback.extract_tb(cause.__traceback__)[-1]
+            place = f"{Path(frame.filename).name}, line {frame.lineno}"
+            raise InputError(f"{self.target} failed: {type(cause).__name__}: {reason} ({place})") from error
 
     def make(self, kind: type[T], **arguments: Any) -> T:
         """Instantiate an object of a class; `InputError` for another object."""

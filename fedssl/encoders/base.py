@@ -218,7 +218,12 @@ class Encoder(nn.Module):
         A module whose parameters are all frozen stays in eval mode, and so does batch normalization whose running
         statistics are. Copies by `frozen_copy` share the layers.
         """
-        self.base_names, self.frozen_stages, self.server_merged_names = frozenset(names), stages, frozenset(merged)
+        names, tensors = frozenset(names), self.state_dict(keep_vars=True)
+        frozen = {id(tensors[name]): name for name in names}
+        for name, tensor in tensors.items():
+            if name not in names and id(tensor) in frozen:
+                raise InputError(f"the tuning freezes {frozen[id(tensor)]}, which is also {name}; set tuning=full")
+        self.base_names, self.frozen_stages, self.server_merged_names = names, stages, frozenset(merged)
         for name, parameter in self.named_parameters():
             if name in self.base_names:
                 parameter.requires_grad_(False)

@@ -39,7 +39,7 @@ from fedssl.config.targets import choice_targets, normalize, search_folders
 from fedssl.config.typed_settings import make_settings
 from fedssl.config.validation import check_types, validate_config
 from fedssl.datasets.raster import adopt_pixels
-from fedssl.errors import InputError
+from fedssl.errors import InputError, reason_of
 from fedssl.evaluation.protocol import evaluate_domains, evaluation_problem, log_unknown_classes, make_evaluation_input
 from fedssl.evaluation.scores import Score, column_title, format_table, num_test_images, to_flat_dict, units_of
 from fedssl.export import load_user_encoder
@@ -156,8 +156,8 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:  # the data set's name may be an invalid file name
         raise InputError(
-            f"{path} cannot be written ({error}); make its folder writable, or copy encoder.pt to another one and "
-            "give encoder=COPY dataset=NAME"
+            f"{path} cannot be written ({reason_of(error)}); make its folder writable, or copy encoder.pt to "
+            "another one and give encoder=COPY dataset=NAME"
         ) from error
 
 

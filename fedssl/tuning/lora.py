@@ -9,6 +9,7 @@ layer that a LoRA layer replaces.
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from fedssl.config.constraints import check_arguments
 from fedssl.config.overrides import did_you_mean
 from fedssl.encoders.base import Encoder, Network
 from fedssl.encoders.tokens import attention
-from fedssl.errors import InputError
+from fedssl.errors import InputError, shortened
 from fedssl.low_rank_products import LowRankLayer
 
 IN_PROJ = "in_proj"  # name of the input projection of an attention
@@ -168,6 +169,10 @@ def lora(
                 f"tuning.rank={rank} but the layer {name} of the encoder has a weight of {rows} x {columns}; set "
                 f"tuning.rank to at most {min(rows, columns)}, or tuning.targets without this layer"
             )
+    uses = Counter(map(id, encoder.state_dict(keep_vars=True).values()))
+    tied = [name for name in names if uses[id(encoder.get_parameter(_parameter_name(name)))] > 1]
+    if tied:
+        raise InputError(f"tuning=lora but {shortened(tied)} have one weight; set tuning.targets without them")
     _insert(encoder, names, rank=rank, scale=alpha / rank)
     layers = []
     for path, module in encoder.named_modules():
@@ -196,6 +201,11 @@ def plain_copy(network: Network) -> Network:
     return copied.requires_grad_(True)
 
 
+def _parameter_name(layer: str) -> str:
+    path, _, name = layer.rpartition(".")
+    return f"{path}.in_proj_weight" if name == IN_PROJ else f"{layer}.weight"
+
+
 def _weights(encoder: Encoder) -> dict[str, tuple[int, int]]:
     """Return rows and columns of the weights that can have LoRA, by the name of their layer."""
     weights = {}
@@ -204,7 +214,9 @@ def _weights(encoder: Encoder) -> dict[str, tuple[int, int]]:
             rows, columns = module.in_proj_weight.shape
             weights[f"{name}.{IN_PROJ}"] = rows, columns
         # Subclasses with another forward, such as TensorFlow's padding, are not replaced.
-        if isinstance(module, nn.Linear | nn.Conv2d) and type(module).forward in (nn.Linear.forward, nn.Conv2d.forward):
+        # Nor are layers whose weight is computed, as by spectral normalization.
+        is_plain = type(module).forward in (nn.Linear.forward, nn.Conv2d.forward) and "weight" in module._parameters
+        if isinstance(module, nn.Linear | nn.Conv2d) and is_plain:
             weights[name] = len(module.weight), module.weight[0].numel()
     return weights
 

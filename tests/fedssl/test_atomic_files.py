@@ -35,3 +35,12 @@ def test_an_interrupted_write_raises_its_cause_and_keeps_the_file(error, tmp_pat
     assert raised.value is error
     assert file.read_bytes() == b"previous"
     assert [path.name for path in tmp_path.iterdir()] == ["weights.pt"]
+
+
+def test_an_error_of_writing_names_the_file(tmp_path):
+    def fail(stream):
+        raise OSError(errno.EFBIG, "File too large")
+
+    with pytest.raises(OSError, match="File too large") as caught:
+        atomic_write(tmp_path / "out.csv", fail)
+    assert caught.value.filename == str(tmp_path / "out.csv")

@@ -50,6 +50,12 @@ def test_a_closed_stream_is_the_null_device(tmp_path, closed):
             "share cannot be used (Not connected); choose another",
         ),
         ("raise OSError(28, 'No space left on device')", 1, "No space left on device; free disk space"),
+        (
+            "import os\nos.mkdir('x')\nos.chdir('x')\nos.rmdir('../x')\nos.getcwd()",
+            2,
+            "the working folder no longer exists; change to another one with cd",
+        ),
+        ("raise ImportError('torch.so: failed to map segment from shared object')", 1, "out of memory; lower batch_si"),
         ("import pathlib\npathlib.Path('~nobody-here').expanduser()", 2, "this user has no home folder; set the"),
         ("bytearray(2**62)", 1, "out of memory; lower batch_size or encoder.width, or free memory"),
         (
@@ -88,3 +94,9 @@ def test_a_package_of_the_user_that_hides_ours(tmp_path, monkeypatch, name):
     monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(InputError, match=rf"{tmp_path}/{module}.* is imported as {module}, .*; rename it, or remove"):
         check_packages()
+
+
+def test_a_backend_of_a_notebook_is_not_loaded(tmp_path):
+    program = "import matplotlib\nprint(matplotlib.get_backend())"
+    done = call(tmp_path, program, MPLBACKEND="module://matplotlib_inline.backend_none")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "agg\n", "")

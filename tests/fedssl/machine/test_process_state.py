@@ -7,6 +7,8 @@ import signal
 import sys
 import threading
 import warnings
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -155,3 +157,37 @@ def test_the_current_gpu_is_restored_after_its_first_use(monkeypatch, used_befor
         is_used[0] = True
         torch.cuda.set_device(1)
     assert (current[0], restored) == (before, generators)
+
+
+@contextmanager
+def default_dtype(dtype):
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        partial(default_dtype, torch.float64),
+        partial(torch.device, "meta"),
+        torch.no_grad,
+        torch.inference_mode,
+        partial(torch.autocast, "cpu"),
+    ],
+)
+def test_what_torch_does_by_default_is_the_same_in_every_program(settings):
+    def state():
+        grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+        return torch.get_default_dtype(), torch.get_default_device(), *grad
+
+    usual = state()
+    with settings():
+        before = state()
+        assert before != usual
+        with restored_torch():
+            assert state() == usual
+            loss = torch.nn.Linear(2, 1)(torch.ones(1, 2)).sum()
+            assert (loss.dtype, loss.requires_grad, loss.device.type) == (torch.float32, True, "cpu")
+            loss.backward()
+        assert state() == before

@@ -15,7 +15,7 @@ from fedssl.errors import InputError
 from fedssl.low_rank_products import LowRankLayer
 from fedssl.methods.base import build_method
 from fedssl.model_arrays import exchanged_names, local_names
-from fedssl.tuning import lora, plain_copy
+from fedssl.tuning import last_blocks, lora, plain_copy
 from fedssl.tuning.lora import LoRAAttention, LoRAConv2d, LoRALinear, merge, weight_name
 
 
@@ -310,3 +310,31 @@ def test_no_dense_product_is_computed():
         layer(torch.ones(3, 50))
     assert [shape for function, shape in seen if function is F.linear] == [(3, 60), (3, 2), (3, 60)]
     assert (60, 50) not in [shape for _, shape in seen]
+
+
+class Tied(Encoder):
+    """A linear layer, and two that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.c.weight = self.b.weight
+        self.define_stages(stages=("a", "b", "c"), widths=(4, 4, 4))
+
+
+def test_layers_that_share_a_weight_get_no_factors():
+    with pytest.raises(InputError, match="tuning=lora but b, c have one weight; set tuning.targets without them"):
+        lora(Tied(), rank=2, alpha=2)
+    encoder = Tied()
+    lora(encoder, rank=2, alpha=2, targets=["a"])
+    assert adapted(encoder) == ["a.weight"]
+    with pytest.raises(InputError, match="the tuning freezes b.weight, which is also c.weight; set tuning=full"):
+        last_blocks(Tied(), blocks=1)
+
+
+def test_layers_whose_weight_is_computed_get_no_factors():
+    encoder = Tied()
+    encoder.c = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    encoder.a = nn.utils.weight_norm(nn.Linear(4, 4))
+    lora(encoder, rank=2, alpha=2)
+    assert adapted(encoder) == ["b.weight"]
