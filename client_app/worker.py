@@ -39,7 +39,7 @@ from fedssl.schedule.stages import frozen_names, set_active_stages
 from fedssl.seeding import derive_seed, seed_generators, torch_generator
 from fedssl.training import LocalSteps, LocalTrainer, TrainResult, number_of_batches, train
 from fedssl.wire.messages import ClientUpdate, PersonalizedModelRequest, TrainPlan
-from strategies.base import make_strategy
+from strategies.base import check_state, make_strategy
 from strategies.mods import make_client_mods
 
 TARGETS_FOLDER = "targets"  # in the folder of ``dataset.cache``
@@ -112,7 +112,7 @@ class ClientWorker:
             self.training.free_training_memory()
             with read_once(method, self._changed_names(round.plan)):
                 state = strategy.state_to_save(method, round.plan, start=start_layers, state=round.state)
-                state = state | finished | personalized
+                state = check_state(state | finished | personalized, strategy)
                 uploaded_parts = self._parts_to_upload()
                 layers = strategy.upload(method, round.plan)
             for mod in self.mods:

@@ -47,7 +47,7 @@ class LocalTrainer:
         ``term`` is that of the strategy.
         """
         regularizer = with_term(settings.regularizer.make(Regularizer), term)
-        augment: Augmentation = settings.augmentation.instantiate()
+        augment = settings.augmentation.make(Augmentation)
         check_views(augment, method)
         check_regularizer(regularizer, method, augment, term=term)
         if regularizer.uses_initial_encoder:

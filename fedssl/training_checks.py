@@ -2,13 +2,14 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedssl.augmentation import Augmentation
 from fedssl.augmentation.recipe import ViewRecipe
 from fedssl.encoders.base import Encoder
 from fedssl.encoders.tokens import TokenEncoder
-from fedssl.errors import InputError
+from fedssl.errors import InputError, reason_of
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer
 from fedssl.views import GLOBAL, describe_views
@@ -106,6 +107,26 @@ def _check_view_size(encoder: Encoder, recipe: ViewRecipe, shape: tuple[int, int
             f"{recipe.name} has views of {size} pixels, but {encoder.label} takes {allowed}; "
             f"set {recipe.name}.size=1, or another encoder"
         ) from error
+
+
+@torch.no_grad()
+def check_encoder(encoder: Encoder, shape: tuple[int, int, int]) -> None:
+    """Raise an `InputError` unless an encoder accepts images of ``shape``, and a user's one returns `feature_dim`."""
+    encoder.check_image_shape(shape)
+    if type(encoder).__module__.partition(".")[0] == "fedssl":
+        return
+    name, mode = type(encoder).__name__, encoder.training
+    try:
+        images = torch.zeros(2, *shape, device=next(encoder.parameters(), torch.zeros(())).device)
+        found = tuple(encoder.eval()(images).shape)
+    except Exception as error:  # a user's code can raise any
+        raise InputError(f"{name} fails on images of shape {shape}: {reason_of(error)}; correct its stages") from error
+    finally:
+        encoder.train(mode)
+    if found != (2, encoder.feature_dim):
+        raise InputError(
+            f"{name} returns the shape {found} for 2 images; return (2, feature_dim={encoder.feature_dim})"
+        )
 
 
 def check_loss(loss: Any, *owners: object, has_gradient: bool = True) -> None:

@@ -29,6 +29,7 @@ from fedssl.schedule.phases import Phase, make_phases
 from fedssl.schedule.stages import check_phases
 from fedssl.step_cost import TrainingCostMeter
 from fedssl.training import LocalTrainer, with_term
+from fedssl.training_checks import check_encoder
 from server_app.callbacks.delivery import load_signer
 from server_app.collapse_monitor import CollapseMonitor, server_feature_extractor
 from server_app.devices import adapt_to_edge_clients, log_devices, trains_all_clients
@@ -140,7 +141,7 @@ def build_components(settings: Settings, clients: ClientDirectory, *, reads_imag
         has_labels=lambda: load_images().labels is not None,
         result_units=evaluator.result_units if reads_images else None,
     )
-    method.encoder.check_image_shape((data.channels, data.size, data.size))
+    check_encoder(method.encoder, (data.channels, data.size, data.size))
     check_rules(RUN_RULES, parts)
     client_data = None
     untrained = frozenset(range(settings.num_clients - settings.unseen_clients, settings.num_clients))

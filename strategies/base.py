@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from fedssl.arrays import Layers
 from fedssl.config.component import Component
 from fedssl.errors import InputError
@@ -304,6 +306,15 @@ def make_strategy(component: Component) -> FedSSLStrategy:
 def upload_names_of(method: SSLMethod, plan: TrainPlan) -> tuple[str, ...]:
     """Return the names of the layers that a client uploads."""
     return tuple(exchanged_names(method)) if plan.upload_names is None else plan.upload_names
+
+
+def check_state(state: ClientState, strategy: ClientStrategy) -> ClientState:
+    """Return what a client saves; `InputError` unless it consists of tensors."""
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            found = type(value).__name__
+            raise InputError(f"the client state {name} of {type(strategy).__name__} is a {found}; return tensors")
+    return state
 
 
 def layers_in_state(state: ClientState, method: SSLMethod) -> Layers:

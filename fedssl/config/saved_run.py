@@ -18,7 +18,7 @@ from fedssl.config.hydra_internals import Override
 from fedssl.config.literal import shell_command, user_path
 from fedssl.config.overrides import check_run_id, config_groups, parse, quote_value
 from fedssl.config.settings import RecordingSettings
-from fedssl.errors import InputError, sanitize
+from fedssl.errors import InputError, sanitize, shortened
 from fedssl.plain_values import RUN_KEYS, flatten, plain_values
 from fedssl.safe_io import checksum_line, corrupt_file_error, read_yaml
 
@@ -52,13 +52,14 @@ def read_overrides(file: Path) -> list[str] | None:
 
 def check_saved_overrides(overrides: Sequence[str], file: Path) -> None:
     """Reject overrides of ``file``, except those that the user's command sets, that point outside its run folder."""
-    for text in overrides:
-        if points_outside(text, file):
-            raise InputError(
-                f"{file} contains {text}, which points outside the run folder and is accepted only from your "
-                "own command, because the folder may come from somebody else; if you trust it, add the override there "
-                "(a config directory as --config-dir FOLDER)"
-            )
+    outside = [text for text in overrides if points_outside(text, file)]
+    if outside:
+        which = "which" if len(outside) == 1 else "each of which"
+        raise InputError(
+            f"{file} contains {shortened(outside)}, {which} points outside the run folder and is accepted only from "
+            "your own command, because the folder may come from somebody else; if you trust it, add the override there "
+            "(a config directory as --config-dir FOLDER)"
+        )
 
 
 def resume_command(folder: Path) -> str:

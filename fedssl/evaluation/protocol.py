@@ -235,7 +235,12 @@ def evaluate(protocol: EvaluationProtocol, evaluation_input: EvaluationInput, *,
         raise InputError(
             f"{type(protocol).__name__} returns a {type(results).__name__}; return a dict with a Score for each result"
         )
-    scores = as_scores(results)
+    try:
+        scores = as_scores(results)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"{type(protocol).__name__} returns {results!r:.99}; return a Score for each result"
+        ) from error
     for name, score in scores.items():
         if score.unit == ACCURACY and math.isfinite(score.value) and not -1e-6 <= score.value <= 1 + 1e-6:
             raise InputError(

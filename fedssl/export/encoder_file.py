@@ -121,8 +121,8 @@ def load_encoder(path: str | Path, *, build: Callable[..., nn.Module] | None = N
     if build is None:
         raise InputError(
             f"{path} holds the encoder {target}, which is not part of fedssl; pass the function that builds it, as in "
-            f"load_encoder(path, build={target.rpartition('.')[2]}), or its settings on the command "
-            "line with --config-dir FOLDER"
+            f"load_encoder(path, build={target.rpartition('.')[2]}), or its settings with --config-dir FOLDER or "
+            "fedssl.load(DIR, config_dir=FOLDER)"
         )
     if known is encoders.timm:
         require_timm(str(path))

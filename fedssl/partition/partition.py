@@ -171,6 +171,8 @@ def _checked_parts(parts: Sequence[np.ndarray], *, num_images: int, num_clients:
         raise InputError(
             f"{name} returns the images of {len(parts)} clients; return those of num_clients={num_clients}"
         )
+    if any(np.ndim(part) != 1 for part in parts):
+        raise InputError(f"{name} returns indices of several dimensions; return one array or list for each client")
     kinds = {np.asarray(part).dtype.kind for part in parts if len(part)}
     indices = np.concatenate([np.empty(0, np.int64), *parts])
     if not kinds <= {"i", "u"} or ((indices < 0) | (indices >= num_images)).any():

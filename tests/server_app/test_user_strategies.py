@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from fedssl.encoders.base import Encoder
+from fedssl.encoders.factory import ConvSmall, conv_small
 from fedssl.errors import InputError, RunError
 from fedssl.methods.simclr import SimCLR
 from fedssl.regularizers.base import Regularizer
 from simulation.run import run
-from strategies.base import FedSSLStrategy, ServerStrategy
+from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
 from tests.federation import Federation
 from tests.runs import SMALL, read_lines
 
@@ -120,6 +121,22 @@ def no_stages(**arguments) -> Encoder:
     return NoStages()
 
 
+class Wide(ConvSmall):
+    """An encoder whose representations are not as long as it declares, or whose second stage is too wide."""
+
+
+def wide(*, feature_dim=7, **arguments) -> Encoder:
+    encoder = conv_small(**arguments)
+    encoder.__class__, encoder.feature_dim = Wide, feature_dim
+    return encoder
+
+
+def unfit(**arguments) -> Encoder:
+    encoder = wide(**arguments)
+    encoder.blocks[1] = torch.nn.Conv2d(1, 1, 1)
+    return encoder
+
+
 @pytest.mark.parametrize(
     ("group", "target", "sentence"),
     [
@@ -127,6 +144,8 @@ def no_stages(**arguments) -> Encoder:
         ("strategy", "without_aggregator", r"NoAggregator has no aggregator; call super\(\).__init__\(make_aggregat"),
         ("strategy", "no_stages", "no_stages makes a NoStages; return a strategies.base.FedSSLStrategy or"),
         ("encoder", "no_stages", "no_stages has no stages or no feature_dim; call define_stages and set feature_dim"),
+        ("encoder", "wide", r"Wide returns the shape .2, 8. for 2 images; return .2, feature_dim=7."),
+        ("encoder", "unfit", r"Wide fails on images of shape .1, 8, 8.: .*channels.*; correct its stages"),
         ("regularizer", "no_stages", "no_stages makes a NoStages; return a fedssl.regularizers.base.Regularizer or a"),
     ],
 )
@@ -152,3 +171,9 @@ def test_other_metrics_are_refused(metrics, tmp_path, monkeypatch):
     monkeypatch.setattr(ServerStrategy, "on_round_end", lambda self, state, outcome: ({}, metrics))
     with pytest.raises(InputError, match="on_round_end of ServerStrategy returns the metrics .*; return a dictionary"):
         Federation(tmp_path, "strategy=fedavg").run(1)
+
+
+def test_client_states_are_tensors(tmp_path, monkeypatch):
+    monkeypatch.setattr(ClientStrategy, "finish_training", lambda self, *a, **b: ({"mine": np.ones(2)}, {}))
+    with pytest.raises(RunError, match="it failed: the client state mine of ClientStrategy is a ndarray; return tens"):
+        run([*SMALL, "strategy=fedavg", "rounds=1", "final_evaluation=none", f"output_dir={tmp_path / 'run'}"])

@@ -83,6 +83,11 @@ def test_overrides_outside_the_folder_need_the_users_word(file, override):
     assert override in str(caught.value)
 
 
+def test_all_overrides_outside_the_folder_are_named_at_once(file):
+    with pytest.raises(InputError, match="contains tracker.mode=slow, engine.address=x:1, each of which points"):
+        check_saved_overrides(["tracker.mode=slow", "seed=1", "engine.address=x:1"], file)
+
+
 def test_the_resuming_command_repeats_what_folders_may_not_set(tmp_path):
     folder = tmp_path / "a run"
     folder.mkdir()

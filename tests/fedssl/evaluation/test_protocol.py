@@ -173,6 +173,8 @@ def test_an_accuracy_beyond_one_is_refused():
 
 
 def test_a_protocol_without_results_is_refused():
+    with pytest.raises(InputError, match="^Returning returns {'knn': 'good'}; return a Score for each result"):
+        evaluate(Returning({"knn": "good"}), evaluation_input(None), seed=0)
     with pytest.raises(InputError, match="^Returning returns a NoneType; return a dict with a Score for each result"):
         evaluate(Returning(None), evaluation_input(None), seed=0)
 
