@@ -123,10 +123,9 @@ def check_encoder(encoder: Encoder, shape: tuple[int, int, int]) -> None:
         raise InputError(f"{name} fails on images of shape {shape}: {reason_of(error)}; correct its stages") from error
     finally:
         encoder.train(mode)
-    if found != (2, encoder.feature_dim):
-        raise InputError(
-            f"{name} returns the shape {found} for 2 images; return (2, feature_dim={encoder.feature_dim})"
-        )
+    length = encoder.feature_dim
+    if found != (2, length):
+        raise InputError(f"{name} returns the shape {found} for 2 images; return (2, feature_dim={length})")
 
 
 def check_loss(loss: Any, *owners: object, has_gradient: bool = True) -> None:
