@@ -107,12 +107,15 @@ def _copy(value: Any) -> Any:
 
 
 class Buffers:
-    """The buffers of a network, which are the same tensors after a ``with`` block."""
+    """The saved buffers of a network, which are the same tensors after a ``with`` block."""
 
     def __init__(self, network: nn.Module) -> None:
-        modules = network.modules()
-        places = ((module._buffers, key, tensor) for module in modules for key, tensor in module._buffers.items())
-        self._places = [(buffers, key, tensor) for buffers, key, tensor in places if tensor is not None]
+        self._places = [
+            (module._buffers, key, tensor)
+            for module in network.modules()
+            for key, tensor in module._buffers.items()
+            if tensor is not None and key not in module._non_persistent_buffers_set
+        ]
 
     def keep(self) -> None:
         """Copy those that were assigned anew, as by ``self.center = center``, into the tensors that are exchanged."""

@@ -147,6 +147,10 @@ def test_buffers_are_the_same_tensors_after_a_block() -> None:
     assert before.tolist() == [1, 1]
     with pytest.raises(InputError, match="running_mean of shape .2,. became None"), Buffers(norm):
         norm.running_mean = None
+    norm.register_buffer("cached", torch.zeros(2), persistent=False)
+    with Buffers(norm):
+        norm.cached = torch.zeros(3)
+    assert norm.cached.shape == (3,)
 
 
 class Random(ConvSmall):
