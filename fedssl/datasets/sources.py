@@ -14,7 +14,16 @@ from pathlib import Path
 
 from fedssl.config.literal import user_path
 from fedssl.datasets.formats import SUFFIXES, is_zarr, missing_packages
-from fedssl.datasets.listing import Listing, ending_by_content, ending_of, is_file, is_folder, is_hidden, list_files
+from fedssl.datasets.listing import (
+    Listing,
+    ending_by_content,
+    ending_of,
+    exists,
+    is_file,
+    is_folder,
+    is_hidden,
+    list_files,
+)
 from fedssl.datasets.manifest import SUFFIXES as MANIFEST_SUFFIXES
 from fedssl.datasets.shards import SUFFIXES as SHARD_SUFFIXES
 from fedssl.errors import InputError, sanitize, shortened
@@ -132,6 +141,8 @@ def _masks(names: Sequence[str]) -> list[str]:
 
 
 def _no_images(path: str, listing: Listing, setting: str) -> NoImagesError:
+    if os.path.islink(link := user_path(path)) and not exists(link):  # noqa: PTH114 - pathlib's raises for long names
+        return NoImagesError(f"{setting}: {path} is a link to {link.readlink()}, which does not exist; correct it", ())
     if not is_folder(user_path(path)) and not listing.ignored:
         return NoImagesError(
             f"{setting}: {path} is not a folder, a file or a pattern that matches files, such as '/data/site_*/**/*'; "

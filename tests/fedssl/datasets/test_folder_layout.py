@@ -191,6 +191,12 @@ def test_a_path_that_is_no_folder(tmp_path: Path, name: str) -> None:
         list_split("train", tmp_path / name)
 
 
+def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("gone")
+    with pytest.raises(InputError, match="link is a link to gone, which does not exist; correct it"):
+        list_split("train", tmp_path / "link")
+
+
 def test_a_class_may_have_the_name_of_a_split(tmp_path: Path) -> None:
     """As in CIFAR-100."""
     root = touch(tmp_path, "train/1.png", "tulip/1.png", "whale/1.png")
