@@ -34,7 +34,8 @@ def atomic_write(file: Path, write: Callable[[BinaryIO], object]) -> None:
         partial.replace(file)
         fsync_folder(file.parent)
     except OSError as error:
-        error.filename = error.filename or str(file)  # errors of writing have none
+        if error.errno is not None:
+            error.filename = error.filename or str(file)  # errors of writing have none
         raise
     except RuntimeError as error:
         # torch's writer replaces errors of the file system and interrupts by its own.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedssl.arrays import Layers
-from fedssl.errors import InputError, shortened
+from fedssl.errors import InputError
 from fedssl.logs import log
 from server_app.client_models import ClientModels, MappedValues
 from server_app.exchanges.base import Sum, TooFewUpdatesError
@@ -184,10 +184,6 @@ def _server_step(server: ServerStrategy, done: AggregatedModel) -> tuple[Layers,
                 f"server_step of {type(server).__name__} returns {name} of {form[0]} and shape {form[1]}; return "
                 "layers of the model in their dtypes and shapes"
             )
-    if missing := done.layers.keys() - layers.keys():
-        raise InputError(
-            f"server_step of {type(server).__name__} lacks {shortened(sorted(missing))}; return all layers"
-        )
     return layers, state
 
 

@@ -128,7 +128,8 @@ class ServerStrategy:
     def server_step(self, done: AggregatedModel) -> tuple[Layers, Any]:
         """Return the new trained layers and the model's new strategy state, after the aggregation.
 
-        Server optimizers are applied later. A strategy with this step sets ``has_server_step``.
+        Layers that are left out keep their aggregated values. Server optimizers are applied later. A strategy with this
+        step sets ``has_server_step``.
         """
         return done.layers, done.model.strategy_state
 

@@ -44,16 +44,13 @@ def test_a_hook_returns_what_it_should(hook, returned, sentence, tmp_path, monke
     [
         (lambda layers: {name: array.astype(np.float64) for name, array in layers.items()}, "of float64 and shape"),
         (lambda layers: {"other": next(iter(layers.values()))}, "server_step of .* returns other of float32"),
-        (lambda layers: dict([*layers.items()][1:]), "server_step of ServerStrategy lacks encoder"),
         (lambda layers: {name: array[None] for name, array in layers.items()}, r"shape \(1,"),
     ],
 )
 def test_a_server_step_keeps_the_form_of_layers(change, form, tmp_path, monkeypatch):
     monkeypatch.setattr(ServerStrategy, "has_server_step", True)
     monkeypatch.setattr(ServerStrategy, "server_step", lambda self, done: (change(done.layers), {}))
-    with pytest.raises(
-        InputError, match=f"{form}.*; return (all layers|layers of the model in their dtypes and shapes)"
-    ):
+    with pytest.raises(InputError, match=f"{form}.*; return layers of the model in their dtypes and shapes"):
         Federation(tmp_path, "strategy=fedavg").run(1)
 
 

@@ -91,7 +91,7 @@ def test_an_environment_that_is_older_than_the_code_is_rejected(tmp_path, monkey
         '[project]\nversion = "9.1"\nrequires-python = ">=3.11"\ndependencies = ["new-package>=3"]\n'
     )
     monkeypatch.setattr(deployment, "APP", tmp_path)
-    message = r"^fedssl 9.1 needs new-package>=3 \(installed: none\); install them with pip"
+    message = r"^fedssl 9.1 needs new-package>=3 \(installed: none\); install them with uv pip install --editable"
     with pytest.raises(InputError, match=message):
         run(["engine=deployment", f"engine.address=127.0.0.1:{free_port()}"])
 
