@@ -22,8 +22,8 @@ from fedssl.errors import RequestRefused
 from fedssl.machine.cuda_graphs import WARMUP_STEPS
 from fedssl.machine.devices import is_gpu
 from fedssl.machine.process import configure_process
-from fedssl.methods.base import SSLMethod, build_method
-from fedssl.methods.unsaved_state import Buffers, UnsavedState
+from fedssl.methods.base import build_method
+from fedssl.methods.unsaved_state import UnsavedState
 from fedssl.model_arrays import (
     check_loaded,
     copy_layers,
@@ -73,7 +73,7 @@ class ClientWorker:
         if settings.machine.compile_encoder:
             self.method.encoder.compile()
         self.mods = make_client_mods(self.method, settings.base_folders)
-        self._unsaved = UnsavedState(self.method, known=SSLMethod)
+        self._unsaved = UnsavedState(self.method, *self.training.regularizer.terms, self.client_strategy)
 
     def train(
         self,
@@ -103,8 +103,8 @@ class ClientWorker:
             seed_generators(derive_seed(*seed_path), self.device)
             start_layers = strategy.load_start(method, round.plan, round.state)
             result = self._train(round, self.training, torch_generator(*seed_path))
-            with Buffers(method):
-                method.end_round()
+            method.end_round()
+            method.saved_buffers.keep()
             finished, strategy_arrays = strategy.finish_training(
                 method, round.plan, start=start_layers, state=round.state, steps=self._steps(round)
             )
@@ -289,6 +289,7 @@ class ClientWorker:
             on_step_start=round.on_step_start,
         )
         model_index = self.client_strategy.select_model(self.method, round.plans, round.state, local_data)
+        self._unsaved.reset()
         return replace(round, model_index=model_index)
 
     def _steps(self, round: ClientRound) -> LocalSteps:

@@ -13,7 +13,6 @@ from fedssl.low_rank_products import FactorPairs
 from fedssl.machine.device_copies import copy_from_cpu, copy_to_cpu
 from fedssl.machine.devices import is_gpu
 from fedssl.methods.base import SSLMethod
-from fedssl.methods.unsaved_state import Buffers
 
 # Layers from shared memory are read-only; they are never written here.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -129,8 +128,8 @@ def load_and_start_round(method: SSLMethod, layers: Layers) -> Layers:
     load_layers(method, layers)
     local = set(local_names(method))
     first = not layers.keys() >= local
-    with Buffers(method):
-        method.start_round(first=first)
+    method.start_round(first=first)
+    method.saved_buffers.keep()
     if first:  # the method initializes them
         method.moved_out.difference_update(local)
     changed = method.names_changed_at_start
@@ -139,6 +138,7 @@ def load_and_start_round(method: SSLMethod, layers: Layers) -> Layers:
 
 def load_layers(method: SSLMethod, layers: Layers) -> None:
     """Copy layers into a method, in place. Raise a ValueError if it has no such layer, or with another shape."""
+    method.saved_buffers.restore()  # a training may have ended before those that were assigned were kept
     tensors = []
     for name, array in layers.items():
         tensor = method.named_tensors.get(name)

@@ -15,7 +15,6 @@ from fedssl.machine.cuda_graphs import CudaGraphCache, captures_steps
 from fedssl.machine.devices import check_cuda_features, check_precision, is_gpu, to_device
 from fedssl.machine.process import optimizer_step
 from fedssl.methods.base import SSLMethod
-from fedssl.methods.unsaved_state import Buffers
 from fedssl.model_arrays import check_loaded
 from fedssl.optimizers.base import SeveralPasses
 from fedssl.regularizers.base import CombinedRegularizer, Regularizer, RegularizerInput
@@ -176,7 +175,7 @@ def train(
     check_loaded(method)
     method.train()
     training.regularizer.on_train_start(method)
-    step = partial(_step, method, Buffers(method), training, generator)
+    step = partial(_step, method, training, generator)
     graphs = training.graphs if training.regularizer.cuda_graph_safe else None
     device = next(method.parameters()).device
     layout = torch.channels_last if training.channels_last else torch.contiguous_format
@@ -209,9 +208,7 @@ def method_inputs(method: SSLMethod, views: Views, labels: Tensor | None, genera
     return views.with_images(method.encoder.forward_frozen(views.images, generator)) if method.frozen else views
 
 
-def _step(
-    method: SSLMethod, buffers: Buffers, training: LocalTrainer, generator: torch.Generator, views: Views
-) -> Tensor:
+def _step(method: SSLMethod, training: LocalTrainer, generator: torch.Generator, views: Views) -> Tensor:
     """Run one optimizer step on the argument of `SSLMethod.loss`; return the loss with the regularizer, detached."""
     optimizer, regularizer = training.optimizer, training.regularizer
 
@@ -226,7 +223,7 @@ def _step(
             loss = regularizer.apply(loss, RegularizerInput(method, views, tuple(z), generator))
             check_loss(loss, *owners)
         loss.backward()
-        buffers.keep()
+        method.saved_buffers.keep()
         if training.clip_norm is not None:
             trained = [parameter for parameter in method.parameters() if parameter.requires_grad]
             torch.nn.utils.clip_grad_norm_(trained, training.clip_norm)
@@ -238,7 +235,7 @@ def _step(
         loss = backward()
     optimizer_step(optimizer)
     method.on_step_end()
-    buffers.keep()
+    method.saved_buffers.keep()
     return loss
 
 

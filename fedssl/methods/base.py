@@ -17,6 +17,7 @@ from fedssl.datasets.images import ImageSource
 from fedssl.encoders.base import Encoder, frozen_copy
 from fedssl.errors import InputError
 from fedssl.low_rank_products import LowRankLayer
+from fedssl.methods.saved_buffers import SavedBuffers
 from fedssl.schedule.phases import make_phases
 from fedssl.seeding import derive_seed, python_seed
 from fedssl.views import AcceptedViews, Views
@@ -112,6 +113,14 @@ class SSLMethod(nn.Module):
         base = {id(tensors[name]) for name in own}
         return {name: tensor for name, tensor in tensors.items() if id(tensor) not in base or name in own}
 
+    @cached_property
+    def saved_buffers(self) -> SavedBuffers:
+        return SavedBuffers(self)
+
+    def _find_tensors(self) -> None:
+        for name in ("named_tensors", "saved_buffers"):
+            self.__dict__.pop(name, None)
+
     def all_tensors(self) -> Iterator[Tensor]:
         """Yield parameters and buffers, and tensors that are neither."""
         yield from chain(self.parameters(), self.buffers())
@@ -178,7 +187,7 @@ class SSLMethod(nn.Module):
         return sum(self.named_tensors[name].nbytes for name in names)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SSLMethod":
-        self.__dict__.pop("named_tensors", None)  # torch replaces buffers when it moves a module
+        self._find_tensors()  # torch replaces buffers when it moves a module
         shared = list(self._shared_base())
         super()._apply(fn, recurse)
         tensors = self.encoder.state_dict(keep_vars=True) if shared else {}
@@ -215,7 +224,7 @@ class SSLMethod(nn.Module):
             self.add_module(INITIAL_ENCODER, frozen_copy(self.encoder).eval())
             self.broadcast_parts = (*self.broadcast_parts, INITIAL_ENCODER)
             self.static_parts = (*self.static_parts, INITIAL_ENCODER)
-            self.__dict__.pop("named_tensors", None)
+            self._find_tensors()
 
     def keep_local(self, part: str) -> None:
         """Declare a part as local, such as a queue: it starts in a client's first round with its current values."""

@@ -1,12 +1,13 @@
-"""What a user's modules keep outside of the layers that are exchanged and saved: attributes, non-persistent buffers.
+"""What a user's classes keep outside of the layers that are exchanged and saved: attributes, non-persistent buffers.
 
 A process trains many clients with one method. Such state would bring the data of one client into the training of the
-next, and results would depend on the engine. Modules of fedssl, torch and their libraries have none that matters.
+next, and results would depend on the engine. Objects of fedssl, torch and their libraries have none that matters.
 """
 
 import copy
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+import random
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -16,130 +17,145 @@ from torch import Tensor, nn
 from fedssl.config.component import Component
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError
+from fedssl.methods.base import SSLMethod
 from fedssl.seeding import python_seed
 
-_LIBRARIES = ("fedssl", "torch", "torchvision", "timm")
-_OF_TORCH = frozenset(vars(nn.Module()))
-_SEQUENCES, _MAPPINGS = (list, tuple, deque, set), (dict, OrderedDict, defaultdict)
+_LIBRARIES = {"fedssl", "strategies", "torch", "torchvision", "timm"}
+# Attributes that belong to the program.
+_KNOWN: dict[type, Collection[str]] = {
+    nn.Module: {*vars(nn.Module()), "_compiled_call_impl"},
+    Encoder: {*vars(Encoder), *Encoder.__annotations__},
+    SSLMethod: {*vars(SSLMethod), *SSLMethod.__annotations__},
+}
+_VALUES = (type(None), int, float, complex, str, bytes, np.generic)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_CONTAINERS = (MutableMapping, list, tuple, set, deque)
+Place = tuple[int, str]  # number of a holder of attributes, and name of an attribute
 
 
 class UnsavedState:
-    """First values of numbers, tensors, arrays, and containers of these in the attributes of a network's modules.
+    """First values of the attributes of the user's modules in a network, and of further ``objects`` of the user.
 
-    ``known`` is a class whose own attributes belong to the program, beside those of `Encoder`.
+    Values, tensors, arrays, generators of random numbers, objects of the user's packages, and containers of these are
+    copied; what two of them share is shared by the copies. Parameters, buffers, modules and other objects stay.
     """
 
-    def __init__(self, network: nn.Module, *, known: type = Encoder) -> None:
-        self._known = (Encoder, known)
-        self._modules = [
-            (name, module)
-            for name, module in network.named_modules()
-            if type(module).__module__.partition(".")[0] not in _LIBRARIES
-        ]
-        self._registered = {id(tensor) for tensor in (*network.parameters(), *network.buffers())}
+    def __init__(self, network: nn.Module, *objects: object) -> None:
+        named = [*network.named_modules(), *((type(each).__name__, each) for each in objects)]
+        self._holders = [(name, holder) for name, holder in named if _root(holder) not in _LIBRARIES]
+        self._roots = {_root(holder) for _, holder in self._holders}
+        fixed = (*network.modules(), *network.parameters(), *network.buffers(), *objects)
+        self._fixed: dict[int, Any] = {id(each): each for each in fixed}
         self._buffers = {
-            (name, key): (module, module._buffers[key], _copy(module._buffers[key]))
-            for name, module in self._modules
-            for key in module._non_persistent_buffers_set
+            (number, key): holder._buffers[key]
+            for number, (_, holder) in enumerate(self._holders)
+            for key in (holder._non_persistent_buffers_set if isinstance(holder, nn.Module) else ())
         }
-        self._values = {(name, key): _copy(value) for name, module, key, value in self._attributes()}
+        self._scratch = {place: _clone(buffer) for place, buffer in self._buffers.items()}
+        self._values = self._copies({(number, key): value for number, _, key, value in self._attributes()})
 
-    def _attributes(self) -> Iterator[tuple[str, nn.Module, str, Any]]:
-        for name, module in self._modules:
-            for key, value in list(vars(module).items()):
-                is_own = key not in _OF_TORCH and not any(hasattr(kind, key) for kind in self._known)
-                if is_own and self._is_state(value):
-                    yield name, module, key, value
-
-    def _is_state(self, value: Any) -> bool:
-        if type(value) in _MAPPINGS:
-            return all(map(self._is_state, value.values()))
-        if type(value) in _SEQUENCES:
-            return all(map(self._is_state, value))
-        return value is None or (
-            isinstance(value, int | float | Tensor | np.ndarray) and id(value) not in self._registered
-        )
+    def _attributes(self) -> Iterator[tuple[int, dict[str, Any], str, Any]]:
+        for number, (_, holder) in enumerate(self._holders):
+            known = {name for kind, names in _KNOWN.items() if isinstance(holder, kind) for name in names}
+            for key, value in list(vars(holder).items()):
+                if key not in known:
+                    yield number, vars(holder), key, value
 
     def reset(self) -> None:
         """Set all to their first values; attributes that did not exist are removed."""
-        for name, module, key, _ in self._attributes():
-            if (name, key) in self._values:
-                vars(module)[key] = _copy(self._values[name, key])
+        first = self._copies(self._values)
+        for number, attributes, key, value in self._attributes():
+            if self._is_state(value):
+                del attributes[key]
             else:
-                del vars(module)[key]
-        for (_, key), (module, buffer, first) in self._buffers.items():
-            module._buffers[key] = None if buffer is None else buffer.copy_(first)
+                first.pop((number, key), None)  # an object of a library, such as a compiled function
+        for (number, key), value in first.items():
+            vars(self._holders[number][1])[key] = value
+        for (number, key), buffer in self._buffers.items():
+            module: Any = self._holders[number][1]
+            module._buffers[key] = buffer if buffer is None else buffer.copy_(self._scratch[number, key])
 
-    @property
-    def has_tensors(self) -> bool:
-        return bool(self._tensors())
+    def _copies(self, values: Mapping[Place, Any]) -> dict[Place, Any]:
+        memo = {**self._fixed}
+        return {place: self._copy(value, memo) for place, value in values.items()}
 
-    def difference(self, other: "UnsavedState") -> str | None:
-        """Return the name of the first tensor that another network of the same class has with other values."""
-        mine, others = self._tensors(), other._tensors()
-        return next((name for name in mine.keys() & others.keys() if not _equal(mine[name], others[name])), None)
+    def _copy(self, value: Any, memo: dict[int, Any]) -> Any:
+        """Return a copy of a value; parts that are in the ``memo``, by id, are those there."""
+        if id(value) in memo:
+            return memo[id(value)]
+        if isinstance(value, _VALUES) or not self._is_state(value):
+            return value
+        if isinstance(value, tuple):
+            parts = [self._copy(part, memo) for part in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        copied = memo[id(value)] = _clone(value)
+        if isinstance(value, MutableMapping):
+            for key in value:
+                copied[key] = self._copy(value[key], memo)
+        elif isinstance(value, list | deque | set):
+            parts = [self._copy(part, memo) for part in value]
+            copied.clear()
+            (copied.update if isinstance(value, set) else copied.extend)(parts)
+        elif self._is_own(value):
+            vars(copied).update({key: self._copy(part, memo) for key, part in vars(value).items()})
+        return copied
 
-    def _tensors(self) -> dict[str, Any]:
-        found = self._values | {place: first for place, (_, _, first) in self._buffers.items()}
-        return {f"{name}.{key}".lstrip("."): value for (name, key), value in found.items() if _is_array(value)}
+    def _is_state(self, value: object) -> bool:
+        if id(value) in self._fixed:
+            return False
+        kinds = (*_VALUES, *_GENERATORS, *_CONTAINERS, Tensor, np.ndarray)
+        return isinstance(value, kinds) or self._is_own(value)
+
+    def _is_own(self, value: object) -> bool:
+        """Return whether a value is an object of the user's packages, with attributes."""
+        return _root(value) in self._roots and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type)
+
+    def tensors(self) -> dict[str, Any]:
+        """Return tensors and arrays by name, also those in containers."""
+        found = {}
+        for (number, key), value in (self._values | self._scratch).items():
+            name, holder = self._holders[number]
+            if isinstance(holder, nn.Module) and {f"{key}_g", f"{key}_orig"} & holder._parameters.keys():
+                continue  # computed from parameters, by torch's older weight and spectral normalization
+            for index, leaf in enumerate(_leaves(value)):
+                found[f"{name}.{key}{f'[{index}]' if index else ''}".lstrip(".")] = leaf
+        return found
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value, Tensor | np.ndarray)
+def _root(value: object) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
+def _clone(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        cloned = value.detach().clone()
+        return nn.Parameter(cloned, value.requires_grad) if isinstance(value, nn.Parameter) else cloned
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    return copy.deepcopy(value) if isinstance(value, (*_GENERATORS, np.ndarray)) else copy.copy(value)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Tensor | np.ndarray):
+        yield value
+    elif isinstance(value, _CONTAINERS):
+        for part in value.values() if isinstance(value, MutableMapping) else value:
+            yield from _leaves(part)
 
 
 def _equal(value: Any, other: Any) -> bool:
-    return np.array_equal(np.asarray(value.tolist()), np.asarray(other.tolist()), equal_nan=True)
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, dict):
-        copied = copy.copy(value)
-        copied.update((key, _copy(inner)) for key, inner in value.items())
-        return copied
-    if isinstance(value, deque):
-        return deque(map(_copy, value), value.maxlen)
-    return type(value)(map(_copy, value)) if type(value) in _SEQUENCES else value
-
-
-class Buffers:
-    """The saved buffers of a network, which are the same tensors after a ``with`` block."""
-
-    def __init__(self, network: nn.Module) -> None:
-        self._places = [
-            (module._buffers, key, tensor)
-            for module in network.modules()
-            for key, tensor in module._buffers.items()
-            if tensor is not None and key not in module._non_persistent_buffers_set
-        ]
-
-    def keep(self) -> None:
-        """Copy those that were assigned anew, as by ``self.center = center``, into the tensors that are exchanged."""
-        for buffers, key, tensor in self._places:
-            if (new := buffers[key]) is not tensor:
-                buffers[key] = tensor
-                if new is None or new.shape != tensor.shape:
-                    found = "None" if new is None else f"one of shape {tuple(new.shape)}"
-                    raise InputError(f"the buffer {key} of shape {tuple(tensor.shape)} became {found}; keep its shape")
-                with torch.no_grad():
-                    tensor.copy_(new)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exception: object) -> None:
-        self.keep()
+    first, second = (np.asarray(one.tolist() if isinstance(one, Tensor) else one) for one in (value, other))
+    if first.dtype.kind in "fc" and second.dtype.kind in "fc":
+        return np.array_equal(first, second, equal_nan=True)
+    return bool(first.tolist() == second.tolist())
 
 
 def check_unsaved(component: Component, encoder: Encoder) -> None:
     """Raise an `InputError` if an encoder has random tensors that are not saved: a loaded one would be another."""
-    unsaved = UnsavedState(encoder)
-    if unsaved.has_tensors:
+    mine = UnsavedState(encoder).tensors()
+    if mine:
         with torch.random.fork_rng(devices=[]), python_seed(None):
-            name = unsaved.difference(UnsavedState(component.make(Encoder)))
+            others = UnsavedState(component.make(Encoder)).tensors()
+        name = next((name for name in mine if name in others and not _equal(mine[name], others[name])), None)
         if name is not None:
             raise InputError(f"{name} of {component.name} is random and not saved; make it a buffer, persistent=True")

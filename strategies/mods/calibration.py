@@ -19,8 +19,7 @@ import torch
 from fedssl.config.settings import CalibrationSettings
 from fedssl.datasets.base import load_federated
 from fedssl.errors import InputError
-from fedssl.methods.base import SSLMethod
-from fedssl.methods.unsaved_state import Buffers, UnsavedState
+from fedssl.methods.unsaved_state import UnsavedState
 from fedssl.model_arrays import exchanged_layers, load_layers, local_names, part_name
 from fedssl.partition import server_indices
 from fedssl.regularizers.base import Regularizer
@@ -68,7 +67,7 @@ class Calibration(Mod):
         rows = server_indices(len(images), share=settings.share, seed=seed, min_images=method.min_batch_size)
         self._rows = torch.from_numpy(rows)
         self._training = replace(training, regularizer=Regularizer(), epochs=settings.epochs)
-        self._unsaved = UnsavedState(method, known=SSLMethod)
+        self._unsaved = UnsavedState(method)
 
     @classmethod
     def make(cls, context: RunContext) -> "Calibration | None":
@@ -91,8 +90,8 @@ class Calibration(Mod):
             load_layers(self._method, model.layers | model.broadcast)
             self._unsaved.reset()
             self._method.round = round
-            with Buffers(self._method):
-                self._method.start_round(first=True)
+            self._method.start_round(first=True)
+            self._method.saved_buffers.keep()
             seed_path = (self._seed, "calibrate", round)
             seed_generators(derive_seed(*seed_path), self._context.device)
             self._training.reset_optimizer(lr_factor=self._context.lr_factor(round))

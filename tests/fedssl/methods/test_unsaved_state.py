@@ -1,69 +1,32 @@
-"""State of a user's modules outside of the layers: buffers that are assigned anew, attributes, random constants."""
+"""State of a user's classes outside of the layers: each training begins with its first values."""
 
-from collections import deque
+import random
+from collections import Counter, deque, namedtuple
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from fedssl.config.component import Component
 from fedssl.encoders.factory import ConvSmall, conv_small
-from fedssl.errors import InputError, RunError
+from fedssl.errors import InputError
 from fedssl.methods.simclr import SimCLR
-from fedssl.methods.unsaved_state import Buffers, UnsavedState
+from fedssl.methods.unsaved_state import UnsavedState, check_unsaved
+from fedssl.regularizers.base import Regularizer
 from simulation.run import run
 from tests.federation import Federation
+from tests.fedssl.methods.test_saved_buffers import words
 from tests.runs import SMALL, model_bits
 
-
-class Centered(SimCLR):
-    """SimCLR whose loss has a running mean of the representations, kept in a way that a subclass selects."""
-
-    def __init__(self, encoder, **arguments) -> None:
-        super().__init__(encoder, **arguments)
-        self.register_buffer("center", torch.zeros(encoder.feature_dim))
-
-    def set_center(self, value) -> None:
-        self.center.copy_(value)
-
-    def loss(self, views):
-        h = self.encoder(views[0].images)
-        loss = super().loss(views) + (h - self.center).square().mean()
-        self.set_center(0.5 * self.center + h.detach().mean(0))
-        return loss
+Pair = namedtuple("Pair", "total number")
 
 
-class Assigned(Centered):
-    def set_center(self, value) -> None:
-        self.center = value
+class Meter:
+    """An object of a user, with attributes."""
 
-
-class Growing(Centered):
-    def set_center(self, value) -> None:
-        self.center = torch.cat([self.center, value])[: len(self.center) + 1]
-
-
-def words(target, folder, **more) -> list[str]:
-    start = ["strategy=fedavg", "rounds=2", "final_evaluation=none", "partition=iid", "dataset.limit=40"]
-    others = [f"{key}={value}" for key, value in more.items()]
-    return [*SMALL, *start, f"method._target_={__name__}.{target}", f"output_dir={folder}", *others]
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "sam"])
-def test_an_assigned_buffer_is_exchanged_like_one_in_place(tmp_path, optimizer) -> None:
-    folders = [tmp_path / name for name in ("Centered", "Assigned")]
-    for folder in folders:
-        run(words(folder.name, folder, optimizer=optimizer))
-    first, second = (model_bits(folder) for folder in folders)
-    assert first == second
-    assert any(name == "center" and any(bits) for _, name, bits in first)
-
-
-def test_a_buffer_keeps_its_shape(tmp_path) -> None:
-    with pytest.raises(
-        RunError, match="client 0, 1: it failed: the buffer center of shape .8,. became one of shape .9,.; keep"
-    ):
-        run(words("Growing", tmp_path / "run"))
+    def __init__(self) -> None:
+        self.values = []
 
 
 class Remembering(SimCLR):
@@ -71,19 +34,36 @@ class Remembering(SimCLR):
 
     def __init__(self, encoder, **arguments) -> None:
         super().__init__(encoder, **arguments)
-        self.mean, self.steps, self.past = None, 0, deque(maxlen=3)
         self.register_buffer("scratch", torch.zeros(1), persistent=False)
+        self.begin()
+
+    def begin(self) -> None:
+        self.mean, self.steps, self.past, self.scale = None, 0, deque(maxlen=3), "auto"
+        self.float, self.pair, self.table, self.meter = (
+            np.float32(0),
+            Pair(0.0, 0),
+            {"name": "loss", "sum": 0.0},
+            Meter(),
+        )
+        self.generator, self.torch_generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
+        self.scratch.zero_()
 
     def loss(self, views):
         loss = super().loss(views)
+        value = float(loss)
         self.steps += 1
         self.scratch += 1
-        self.mean = loss.detach() if self.mean is None else self.mean + loss.detach()
+        self.mean = value if self.mean is None else self.mean + value
         self.past.append(loss.detach().numpy())
-        if not hasattr(self, "late"):
-            self.late = torch.zeros(1)
-        self.late = self.late + 1
-        return loss * (self.steps + self.scratch.sum() + self.mean + len(self.past) + self.late.sum())
+        self.float = np.float32(0.9) * self.float + np.float32(value)
+        self.pair = Pair(self.pair.total + value, self.pair.number + 1)
+        self.table["sum"] += value
+        self.meter.values.append(value)
+        self.scale = value if self.scale == "auto" else self.scale
+        self.late = getattr(self, "late", 0) + 1
+        drawn = self.generator.random() + torch.rand((), generator=self.torch_generator)
+        numbers = [self.float, self.pair.total, self.table["sum"], sum(self.meter.values), self.scale, self.late, drawn]
+        return loss * (self.steps + self.scratch.sum() + self.mean + len(self.past) + sum(map(float, numbers)))
 
 
 class Tidy(Remembering):
@@ -91,66 +71,87 @@ class Tidy(Remembering):
 
     def start_round(self, *, first: bool) -> None:
         super().start_round(first=first)
-        self.mean, self.steps, self.past = None, 0, deque(maxlen=3)
-        self.scratch.zero_()
+        self.begin()
         vars(self).pop("late", None)
 
 
-def test_each_training_begins_with_the_first_attributes(tmp_path) -> None:
-    folders = [tmp_path / name for name in ("Remembering", "Tidy")]
-    for folder in folders:
-        run(words(folder.name, folder, calibration="auxiliary"))
-    first, second = (model_bits(folder) for folder in folders)
+@pytest.mark.parametrize("others", [["calibration=auxiliary"], ["strategy=clustered", "strategy.clusters=2"]])
+def test_each_training_begins_with_the_first_attributes(tmp_path, others) -> None:
+    for target in ("Remembering", "Tidy"):
+        run(words(f"{__name__}.{target}", tmp_path / target, *others))
+    first, second = (model_bits(tmp_path / target) for target in ("Remembering", "Tidy"))
     assert first == second
 
 
+class Growing(Regularizer):
+    """The loss times the number of steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def apply(self, loss, step):
+        self.steps += 1
+        return loss * self.steps
+
+
+class TidyGrowing(Growing):
+    def on_train_start(self, method) -> None:
+        self.steps = 0
+
+
+def test_a_regularizer_begins_with_the_first_attributes(tmp_path) -> None:
+    for target in ("Growing", "TidyGrowing"):
+        regularizer = f"regularizer._target_={__name__}.{target}"
+        run([*words("fedssl.methods.simclr.SimCLR", tmp_path / target), regularizer])
+    assert model_bits(tmp_path / "Growing") == model_bits(tmp_path / "TidyGrowing")
+
+
+class Head(nn.Module):
+    def __init__(self, shared) -> None:
+        super().__init__()
+        self.shared, self.targets = shared, None
+
+
+class Foreign(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.weights, self.function = [self.weight], len
+        self.tensor, self.array, self.warm = torch.ones(2), np.ones(2), True
+        self.table, self.count = Counter(a=2), [0]
+        self.random, self.head = random.Random(0), Head(self.count)
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+
 def test_first_values_of_every_kind_return() -> None:
-    class Foreign(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2))
-            self.weights, self.text = [self.weight], "a"
-            self.tensor, self.array, self.number = torch.ones(2), np.ones(2), 3
-            self.table, self.queue = {"a": [torch.ones(1)]}, deque([torch.zeros(1)], maxlen=2)
-            self.register_buffer("scratch", torch.zeros(2), persistent=False)
-
     network = Foreign()
-    unsaved, weights, scratch = UnsavedState(network), network.weights, network.scratch
-    network.tensor += 1
-    network.array[:] = 5
-    network.number, network.text, network.late = None, "b", torch.ones(3)
-    network.table["a"].append(torch.ones(2))
-    network.queue.extend([torch.ones(1), torch.ones(1)])
-    network.scratch.add_(4)
+    unsaved, scratch, drawn = UnsavedState(network), network.scratch, random.Random(0).random()
+    for _ in range(2):  # the first values are copies
+        assert network.random.random() == drawn
+        network.tensor += 1
+        network.array[:] = 5
+        network.table["b"] += 1
+        network.count[0] += 1
+        network.function, network.late, network.head.targets = None, torch.ones(3), torch.ones(1)
+        network.scratch = torch.ones(2)
+        del network.warm
+        unsaved.reset()
+        assert (network.tensor.tolist(), network.array.tolist(), network.warm) == ([1, 1], [1, 1], True)
+        assert (network.table, network.count, network.head.targets) == (Counter(a=2), [0], None)
+        assert network.head.shared is network.count
+        assert network.weights[0] is network.weight
+        assert network.function is len
+        assert network.scratch is scratch
+        assert scratch.tolist() == [0, 0]
+        assert not hasattr(network, "late")
+
+
+def test_objects_of_libraries_stay() -> None:
+    network = Foreign()
+    unsaved = UnsavedState(network)
+    network.table, network.compiled = len, print  # a value that became one, and a new one
     unsaved.reset()
-    assert network.tensor.tolist() == [1, 1]
-    assert network.array.tolist() == [1, 1]
-    assert (network.number, network.text) == (3, "b")
-    assert [len(network.table["a"]), network.table["a"][0].tolist()] == [1, [1]]
-    assert [value.tolist() for value in network.queue] == [[0]]
-    assert network.queue.maxlen == 2
-    assert network.scratch is scratch
-    assert scratch.tolist() == [0, 0]
-    assert network.weights is weights
-    assert not hasattr(network, "late")
-    network.queue.append(torch.ones(1))
-    unsaved.reset()  # the first values are copies
-    assert len(network.queue) == 1
-
-
-def test_buffers_are_the_same_tensors_after_a_block() -> None:
-    norm = nn.BatchNorm1d(2)
-    before = norm.running_mean
-    with Buffers(norm):
-        norm.running_mean = torch.ones(2, dtype=torch.float64)
-    assert norm.running_mean is before
-    assert before.tolist() == [1, 1]
-    with pytest.raises(InputError, match="running_mean of shape .2,. became None"), Buffers(norm):
-        norm.running_mean = None
-    norm.register_buffer("cached", torch.zeros(2), persistent=False)
-    with Buffers(norm):
-        norm.cached = torch.zeros(3)
-    assert norm.cached.shape == (3,)
+    assert (network.table, network.compiled) == (len, print)
 
 
 class Random(ConvSmall):
@@ -160,19 +161,31 @@ class Random(ConvSmall):
 def random_encoder(*, kind="buffer", **arguments):
     encoder = conv_small(**arguments)
     encoder.__class__ = Random
-    value = torch.arange(3.0) if kind == "fixed" else torch.rand(3)
-    if kind == "attribute":
-        encoder.position = value
+    if kind == "normalized":
+        encoder.extra = nn.utils.weight_norm(nn.Linear(2, 2))
+        encoder.extra.__class__ = type("Own", (nn.Linear,), {"__module__": __name__})
+        return encoder
+    value = torch.rand(3) if kind not in ("fixed", "names") else torch.arange(3.0)
+    if kind in ("attribute", "list", "names"):
+        encoder.position = [value] if kind == "list" else np.array(["a", None], object) if kind == "names" else value
     else:
         encoder.register_buffer("position", value, persistent=kind == "saved")
     return encoder
 
 
-@pytest.mark.parametrize(("kind", "is_refused"), [("buffer", 1), ("attribute", 1), ("fixed", 0), ("saved", 0)])
-def test_an_encoder_saves_its_random_constants(tmp_path, kind, is_refused) -> None:
-    overrides = [*SMALL, f"encoder._target_={__name__}.random_encoder", f"+encoder.kind={kind}"]
-    if not is_refused:
-        assert Federation(tmp_path, *overrides).run(1)
+@pytest.mark.parametrize("kind", ["buffer", "attribute", "list", "fixed", "saved", "names", "normalized"])
+def test_an_encoder_saves_its_random_constants(kind) -> None:
+    component = Component(
+        {"_target_": f"{__name__}.random_encoder", "kind": kind, "channels": 1, "size": 8, "width": 4}
+    )
+    encoder = component.instantiate()
+    if kind in ("fixed", "saved", "names", "normalized"):
+        check_unsaved(component, encoder)
         return
-    with pytest.raises(InputError, match="position of random_encoder is random and not saved; make it a buffer"):
-        Federation(tmp_path, *overrides)
+    with pytest.raises(InputError, match="^position of random_encoder is random and not saved; make it a buffer"):
+        check_unsaved(component, encoder)
+
+
+def test_a_run_checks_the_constants_of_its_encoder(tmp_path) -> None:
+    with pytest.raises(InputError, match="position of random_encoder is random and not saved"):
+        Federation(tmp_path, *SMALL, f"encoder._target_={__name__}.random_encoder")
