@@ -12,6 +12,7 @@ from fedssl.config.settings import ClientSettings
 from fedssl.errors import InputError, RequestRefused
 from fedssl.machine.meta_device import shapes_only
 from fedssl.methods.base import build_method
+from fedssl.regularizers.base import Regularizer
 from strategies.base import make_strategy
 
 
@@ -49,7 +50,7 @@ def estimate_step_memory(settings: ClientSettings) -> StepMemory:
     try:
         with shapes_only():
             method = build_method(settings.model)
-            regularizer = settings.training.regularizer.instantiate()
+            regularizer = settings.training.regularizer.make(Regularizer)
             if regularizer.uses_initial_encoder:
                 method.keep_initial_encoder()
             client = make_strategy(settings.strategy).client

@@ -95,11 +95,23 @@ def first_time_online(times: Collection[OnlineTimes], after: float, *, number: i
     """
     periods = [client.period for client in times if client.period is not None]
     horizon = after + max(periods) if periods else math.inf
-    time = after
-    while time <= horizon and time < math.inf:
-        if sum(client.online_until(time) is not None for client in times) >= number:
-            return time
-        time = min((client.next_start(time) for client in times), default=math.inf)
+    ends = [end for client in times if (end := client.online_until(after)) is not None]
+    online, starts = len(ends), list[float]()
+    if online >= number:
+        return after
+    for client in times:
+        start = client.next_start(after)
+        while start <= horizon and start < math.inf:
+            starts.append(start)
+            ends.append(client.online_until(start) or start)
+            start = client.next_start(start)
+    ended, ends = 0, sorted(ends)
+    for start in sorted(starts):
+        while ended < len(ends) and ends[ended] <= start:
+            ended += 1
+        online += 1
+        if online - ended >= number:
+            return start
     return None
 
 

@@ -177,6 +177,8 @@ def _state_and_metrics(server: ServerStrategy, hook: str, found: object) -> tupl
 def _server_step(server: ServerStrategy, done: AggregatedModel) -> tuple[Layers, Any]:
     """Return the layers and the state of `ServerStrategy.server_step`; `InputError` for layers of another form."""
     layers, state = _pair(server, "server_step", server.server_step(done))
+    if not isinstance(layers, Mapping):
+        raise InputError(f"server_step of {type(server).__name__} returns a {type(layers).__name__}; return layers")
     for name, array in layers.items():
         like, form = done.layers.get(name), (getattr(array, "dtype", None), np.shape(array))
         if like is None or form != (like.dtype, like.shape):
@@ -184,7 +186,7 @@ def _server_step(server: ServerStrategy, done: AggregatedModel) -> tuple[Layers,
                 f"server_step of {type(server).__name__} returns {name} of {form[0]} and shape {form[1]}; return "
                 "layers of the model in their dtypes and shapes"
             )
-    return layers, state
+    return dict(layers), state
 
 
 def new_model(

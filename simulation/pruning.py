@@ -16,6 +16,7 @@ from fedssl.config.settings import Settings
 from fedssl.config.targets import locate
 from fedssl.errors import InputError
 from fedssl.evaluation.scores import Score
+from fedssl.logs import log
 from fedssl.runs.run import PRUNED, RANKME, read_run
 from simulation.sweep import JobWave, group_jobs, group_settings, write_status
 from simulation.sweep_progress import SweepProgress
@@ -168,6 +169,8 @@ def _mean_results(groups: Mapping[int, Sequence[Job]], metric: str, round: int) 
     found = {group: _results(jobs, metric, round) for group, jobs in groups.items()}
     found = {group: by_seed for group, by_seed in found.items() if by_seed}
     common = frozenset.intersection(*map(frozenset, found.values())) if found else frozenset()
+    if len(found) > 1 and not common:
+        log.warning("after round %d no seed has a result in all groups: their means are over different seeds", round)
     means = dict[int, Score]()
     for group, by_seed in found.items():
         scores = [by_seed[seed] for seed in by_seed if seed in common or not common]

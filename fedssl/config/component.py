@@ -40,21 +40,21 @@ class Component:
         except InputError:
             raise
         except Exception as error:
-            cause: BaseException = error
-            while cause.__cause__ is not None and not isinstance(cause, InputError):
-                cause = cause.__cause__
-            if isinstance(cause, InputError | MemoryError):
-                raise cause from None
-            if str(cause) == "can't start new thread":
+            causes = [error]
+            while isinstance(causes[-1].__cause__, Exception):
+                causes.append(causes[-1].__cause__)
+            known = next((cause for cause in causes if isinstance(cause, InputError | MemoryError)), None)
+            if known is not None:
+                raise known from None
+            if any(str(cause) == "can't start new thread" for cause in causes):
                 raise RunError("no further thread can be started; raise the limit of the shell: ulimit -u") from error
-            if isinstance(cause, OSError) and (sentence := error_of_path(cause)) is not None:
+            if isinstance(error, OSError) and (sentence := error_of_path(error)) is not None:
                 raise sentence from error
-            reason = " ".join(str(cause).split())
-            if isinstance(cause, TypeError | ValueError):
+            reason, frames = " ".join(str(error).split()), traceback.extract_tb(error.__traceback__)
+            if isinstance(error, TypeError | ValueError):
                 raise InputError(f"{self.target} rejects its settings: {reason}") from error
-            frame = traceback.extract_tb(cause.__traceback__)[-1]
-            place = f"{Path(frame.filename).name}, line {frame.lineno}"
-            raise InputError(f"{self.target} failed: {type(cause).__name__}: {reason} ({place})") from error
+            place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}"
+            raise InputError(f"{self.target} failed: {type(error).__name__}: {reason} ({place})") from error
 
     def make(self, kind: type[T], **arguments: Any) -> T:
         """Instantiate an object of a class; `InputError` for another object."""

@@ -265,7 +265,9 @@ def _places(images: LabeledImages) -> list[Place]:
     if images.origin is None:
         raise InputError("evaluation.file is for images in files, which the data set has none of")
     index, rows = images.origin
-    places = [index.places(np.array([row]))[0] for row in rows]
+    order = np.argsort(rows, kind="stable")
+    sorted_places = index.places(np.asarray(rows)[order])
+    places = [sorted_places[place] for place in np.argsort(order)]
     if not isinstance(index, PageIndex):  # the part is a row of a table, which is one image
         places = [Place(place.name) for place in places]
     return [Place(_normal(Path(place.file).absolute()), place.part) for place in places]

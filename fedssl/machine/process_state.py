@@ -78,7 +78,7 @@ def _restore_logger(logger: logging.Logger, handlers: Any, level: int, propagate
 def restored_torch() -> Iterator[None]:
     """Restore torch's threads and the generators of random numbers of Python, NumPy and torch. Imports torch.
 
-    In the block torch has its first default dtype and device, gradients, and no autocast.
+    In the block torch has its first default dtype, device and precision, gradients, and no autocast.
     """
     import numpy as np
     import torch
@@ -88,10 +88,11 @@ def restored_torch() -> Iterator[None]:
     threads, generators = torch.get_num_threads(), (random.getstate(), np.random.get_state(), torch.get_rng_state())
     gpus = torch.cuda.is_initialized()  # else there is no state yet, and device 0 is current
     device, gpu_generators = (torch.cuda.current_device(), torch.cuda.get_rng_state_all()) if gpus else (0, [])
-    dtype = torch.get_default_dtype()
+    dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     try:
         with ExitStack() as stack:
             torch.set_default_dtype(torch.float32)
+            torch.set_float32_matmul_precision("highest")
             if torch.get_default_device().type != "cpu":  # each of these contexts takes time in every operation
                 stack.enter_context(torch.device("cpu"))
             if torch.is_inference_mode_enabled():
@@ -103,6 +104,7 @@ def restored_torch() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(dtype)
+        torch.set_float32_matmul_precision(precision)
         torch.set_num_threads(threads)
         random.setstate(generators[0])
         np.random.set_state(generators[1])

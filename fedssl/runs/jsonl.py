@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -77,9 +78,9 @@ def _is_cut_off(file: Path) -> bool:
 
 def _count_lines(file: Path) -> int:
     try:
-        with open_regular_file(file, max_bytes=MAX_LINES_BYTES) as stream:
+        with open_regular_file(file, max_bytes=sys.maxsize) as stream:  # it may be larger than the memory
             return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(2**20), b""))
-    except OSError:
+    except FileNotFoundError:
         return 0
 
 

@@ -1,5 +1,6 @@
 """The interface of exchanges, which send the messages of a round and return the replies, and its data types."""
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -131,7 +132,8 @@ def in_client_order(
 
 
 def _ordered(replies: Iterable[Message], sent: SentRound, *, is_lost: Callable[[int], bool]) -> Iterator[Reply | Lost]:
-    expected = sorted(sent.nodes.values())
+    clients = deque(sorted(sent.nodes.values()))
+    expected = set(clients)
     waiting: dict[int, Message] = {}
     client_of: dict[str, int] = {}
     for reply in replies:
@@ -149,13 +151,15 @@ def _ordered(replies: Iterable[Message], sent: SentRound, *, is_lost: Callable[[
         else:
             waiting[client] = reply
         del reply  # a streamed reply is a whole model: free it before the next one is created
-        while expected and expected[0] in waiting:
-            client = expected.pop(0)
-            yield Reply(client, waiting.pop(client))
-    for client in expected:
+        while clients and (clients[0] in waiting or clients[0] not in expected):
+            client = clients.popleft()
+            if client in waiting:
+                expected.remove(client)
+                yield Reply(client, waiting.pop(client))
+    for client in clients:
         if client in waiting:
             yield Reply(client, waiting.pop(client))
-        elif is_lost(client):
+        elif client in expected and is_lost(client):
             yield Lost(client, NO_REPLY)
 
 

@@ -43,6 +43,7 @@ def test_a_hook_returns_what_it_should(hook, returned, sentence, tmp_path, monke
     ("change", "form"),
     [
         (lambda layers: {name: array.astype(np.float64) for name, array in layers.items()}, "of float64 and shape"),
+        (lambda layers: None, "server_step of ServerStrategy returns a NoneType; return layers"),
         (lambda layers: {"other": next(iter(layers.values()))}, "server_step of .* returns other of float32"),
         (lambda layers: {name: array[None] for name, array in layers.items()}, r"shape \(1,"),
     ],
@@ -50,7 +51,7 @@ def test_a_hook_returns_what_it_should(hook, returned, sentence, tmp_path, monke
 def test_a_server_step_keeps_the_form_of_layers(change, form, tmp_path, monkeypatch):
     monkeypatch.setattr(ServerStrategy, "has_server_step", True)
     monkeypatch.setattr(ServerStrategy, "server_step", lambda self, done: (change(done.layers), {}))
-    with pytest.raises(InputError, match=f"{form}.*; return layers of the model in their dtypes and shapes"):
+    with pytest.raises(InputError, match=f"{form}($|.*; return layers of the model in their dtypes and shapes)"):
         Federation(tmp_path, "strategy=fedavg").run(1)
 
 

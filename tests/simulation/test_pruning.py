@@ -141,6 +141,14 @@ class TestSuccessiveHalving:
         reason = read_run(jobs[0].folder).failure_reason
         assert reason == "pruned after round 1: knn 50.0% has rank 2 of 2, and 1 continue"
 
+    def test_means_over_different_seeds_are_a_warning(self, tmp_path, caplog):
+        jobs = make_jobs(tmp_path, 2, seeds=(0, 10))
+        pruning = Pruning(metric="knn", reduction_factor=2, rungs=[1], rounds=2)
+        for job in (jobs[0], jobs[3]):
+            write_run(job.folder, [], status="failed")
+        halve(jobs, pruning, result=lambda job, round: 0.5, waiting=jobs[1:3])
+        assert "after round 1 no seed has a result in all groups: their means are over different seeds" in caplog.text
+
     @pytest.mark.parametrize("without", [{"1", "3"}, {"0", "1", "2", "3", "4", "5"}])
     def test_groups_without_a_finite_result_are_pruned(self, tmp_path, without):
         """Job 3 fails. Job 5 does not reach the rung, so that a resumed sweep runs it again."""

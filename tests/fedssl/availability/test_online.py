@@ -67,3 +67,21 @@ def test_the_first_time_at_which_enough_are_online():
     assert first_time_online([online_times([(1, 2)], period=None)], 3, number=1) is None
     assert first_time_online([ALWAYS_ONLINE], 3, number=2) is None
     assert first_time_online([], 3, number=1) is None
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=3), max_size=5),
+    st.sampled_from([None, 15]),
+    st.integers(0, 40),
+    st.integers(0, 4),
+)
+def test_the_first_time_equals_a_search_of_all_starts(clients, period, after, number):
+    times = [online_times([(start, start + length) for start, length in one], period=period) for one in clients]
+    starts = sorted({after, *(n * (period or 0) + start for one in clients for start, _ in one for n in range(5))})
+    horizon = after + (period or math.inf)
+    enough = (
+        time
+        for time in starts
+        if after <= time <= horizon and sum(one.online_until(time) is not None for one in times) >= number
+    )
+    assert first_time_online(times, after, number=number) == next(enough, None)

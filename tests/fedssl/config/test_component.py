@@ -7,6 +7,8 @@ from fedssl.errors import InputError, RunError
 
 
 def fail(kind, *, reason="why"):
+    if kind == "chain":
+        raise RuntimeError("no checkpoint") from KeyError("never raised")
     raise {"key": KeyError(5), "zero": ZeroDivisionError("zero"), "value": ValueError("two\nlines")}.get(
         kind, RuntimeError(reason)
     )
@@ -17,6 +19,7 @@ def fail(kind, *, reason="why"):
     [
         ("key", r"fail failed: KeyError: 5 \(test_component.py, line \d+\)$"),
         ("zero", r"fail failed: ZeroDivisionError: zero \(test_component.py, line \d+\)$"),
+        ("chain", r"fail failed: RuntimeError: no checkpoint \(test_component.py, line \d+\)$"),
         ("value", "fail rejects its settings: two lines$"),
         ("other", r"fail failed: RuntimeError: why \(test_component.py, line \d+\)$"),
     ],

@@ -166,9 +166,17 @@ def default_dtype(dtype):
     torch.set_default_dtype(torch.float32)
 
 
+@contextmanager
+def matmul_precision(precision):
+    torch.set_float32_matmul_precision(precision)
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
 @pytest.mark.parametrize(
     "settings",
     [
+        partial(matmul_precision, "medium"),
         partial(default_dtype, torch.float64),
         partial(torch.device, "meta"),
         torch.no_grad,
@@ -179,7 +187,7 @@ def default_dtype(dtype):
 def test_what_torch_does_by_default_is_the_same_in_every_program(settings):
     def state():
         grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
-        return torch.get_default_dtype(), torch.get_default_device(), *grad
+        return torch.get_default_dtype(), torch.get_default_device(), torch.get_float32_matmul_precision(), *grad
 
     usual = state()
     with settings():
