@@ -30,6 +30,7 @@ _KNOWN: dict[type, Collection[str]] = {
 _VALUES = (type(None), int, float, complex, str, bytes, np.generic)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _CONTAINERS = (MutableMapping, list, tuple, set, deque)
+_MAX_BYTES = 2**26  # of a tensor or array: larger ones, such as images, stay
 Place = tuple[int, str]  # number of a holder of attributes, and name of an attribute
 
 
@@ -37,7 +38,7 @@ class UnsavedState:
     """First values of the attributes of the user's modules in a network, and of further ``objects`` of the user.
 
     Values, tensors, arrays, generators of random numbers, objects of the user's packages, and containers of these are
-    copied; what two of them share is shared by the copies. Parameters, buffers, modules and other objects stay.
+    copied; what two of them share is shared by the copies. Parameters, buffers, modules and all else stay.
     """
 
     def __init__(self, network: nn.Module, *objects: object) -> None:
@@ -103,8 +104,9 @@ class UnsavedState:
     def _is_state(self, value: object) -> bool:
         if id(value) in self._fixed:
             return False
-        kinds = (*_VALUES, *_GENERATORS, *_CONTAINERS, Tensor, np.ndarray)
-        return isinstance(value, kinds) or self._is_own(value)
+        if isinstance(value, Tensor | np.ndarray):
+            return value.nbytes <= _MAX_BYTES
+        return isinstance(value, (*_VALUES, *_GENERATORS, *_CONTAINERS)) or self._is_own(value)
 
     def _is_own(self, value: object) -> bool:
         """Return whether a value is an object of the user's packages, with attributes."""

@@ -11,6 +11,7 @@ from torch import nn
 from fedssl.config.component import Component
 from fedssl.encoders.factory import ConvSmall, conv_small
 from fedssl.errors import InputError
+from fedssl.methods import unsaved_state
 from fedssl.methods.simclr import SimCLR
 from fedssl.methods.unsaved_state import UnsavedState, check_unsaved
 from fedssl.regularizers.base import Regularizer
@@ -146,12 +147,15 @@ def test_first_values_of_every_kind_return() -> None:
         assert not hasattr(network, "late")
 
 
-def test_objects_of_libraries_stay() -> None:
-    network = Foreign()
+def test_objects_of_libraries_and_large_arrays_stay(monkeypatch) -> None:
+    network, images = Foreign(), np.zeros(100)
+    monkeypatch.setattr(unsaved_state, "_MAX_BYTES", 99)
+    network.images = [images]
     unsaved = UnsavedState(network)
     network.table, network.compiled = len, print  # a value that became one, and a new one
     unsaved.reset()
     assert (network.table, network.compiled) == (len, print)
+    assert network.images[0] is images
 
 
 class Random(ConvSmall):
