@@ -1,6 +1,7 @@
 """Images in an opened file: one, or its pages, frames or slices."""
 
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import IO, Any, Generic, TypeVar
 
 import numpy as np
 from PIL import Image, ImageFile, UnidentifiedImageError
+from PIL.TiffImagePlugin import IMAGEDESCRIPTION, TiffImageFile
 
 from fedssl.config.constraint_table import MAX_CHANNELS
 from fedssl.datasets.formats import (
@@ -33,6 +35,7 @@ from fedssl.datasets.raster import PixelSettings, Raster, narrowest_dtype, scale
 from fedssl.datasets.tiff_chain import MAX_PAGES, image_pages
 from fedssl.safe_io import FilePath, open_regular_file
 
+_OME_ORDER, _OME_SIZE = re.compile(r'DimensionOrder="XY([ZCT]{3})"'), re.compile(r'Size([ZCT])="(\d{1,9})"')
 _MAX_SAMPLES = 4  # per pixel of an image with as many pixels as are allowed; of smaller ones more
 logging.getLogger("PIL.TiffImagePlugin").setLevel(logging.CRITICAL)  # it reports what tifffile then reads
 _MAX_BYTES_PER_PIXEL = 8  # in an uncompressed file
@@ -53,6 +56,11 @@ class Pages(ABC):
     @abstractmethod
     def page(self, number: int) -> Image.Image | Raster:
         """Return an image, which is not loaded yet. It is valid until the next one is requested."""
+
+    @property
+    def description(self) -> str:
+        """Return the text in the file that describes its images; empty without one."""
+        return ""
 
 
 class Successive(Generic[Value]):
@@ -89,6 +97,11 @@ class _PillowPages(Pages):
 
     def __init__(self, image: ImageFile.ImageFile, stream: IO[bytes], *, max_pixels: int, channels: int) -> None:
         self._image, self._stream, self._max_pixels, self._channels = image, stream, max_pixels, channels
+        self._description = str(image.tag_v2.get(IMAGEDESCRIPTION, "")) if isinstance(image, TiffImageFile) else ""
+
+    @property
+    def description(self) -> str:
+        return self._description
 
     @property
     def count(self) -> int:
@@ -169,6 +182,14 @@ def open_pages(
                 yield _PillowPages(image, stream, max_pixels=max_pixels, channels=channels)
 
 
+def _check_order(description: str) -> None:
+    """Raise a ValueError if OME metadata have slices or times between the channels of an image."""
+    found, sizes = _OME_ORDER.search(description), dict(_OME_SIZE.findall(description))
+    order = found[1] if found and int(sizes.get("C", 1)) > 1 else "C"
+    if any(int(sizes.get(axis, 1)) > 1 for axis in order.partition("C")[0]):
+        raise ValueError(f"its pages are in the order XY{order}, channel by channel; save it with axes ZCYX or TCYX")
+
+
 def stacked(pages: Pages, first: int, depth: int, settings: PixelSettings, *, max_pixels: int) -> Raster:
     """Return successive pages as the channels of one image; they are read at once.
 
@@ -176,6 +197,7 @@ def stacked(pages: Pages, first: int, depth: int, settings: PixelSettings, *, ma
     """
     if first + depth > pages.count:
         raise ValueError(f"it has {pages.count} pages, which are no multiple of dataset.channels={depth}")
+    _check_order(pages.description)
     layers, rasters = list[np.ndarray](), list[Raster]()
     is_set = settings.window is not None or settings.percentiles is not None
     for number in range(first, first + depth):

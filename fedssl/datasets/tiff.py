@@ -41,6 +41,10 @@ class _TiffPages(Pages):
     def count(self) -> int:
         return len(self._numbers)
 
+    @property
+    def description(self) -> str:
+        return self._file.ome_metadata or ""
+
     def page(self, number: int) -> Raster:
         return self.raster(self._numbers[number] if number else image_pages(self._stream, limit=1)[0])
 

@@ -2,6 +2,7 @@
 
 import io
 import struct
+from pathlib import Path
 
 import imagecodecs
 import numpy as np
@@ -10,7 +11,8 @@ import tifffile
 from PIL import Image
 
 from fedssl.datasets.decoding import Decoding, Page, unreadable_reason
-from fedssl.datasets.pages import Successive
+from fedssl.datasets.pages import Successive, open_pages, stacked
+from fedssl.datasets.raster import PixelSettings
 from fedssl.errors import InputError
 from fedssl.export import Preprocess
 from tests.fedssl.datasets.dicom_files import stack, windows
@@ -304,3 +306,18 @@ def test_pages_of_1_bit_as_channels(tmp_path):
     (tmp_path / "stack.tif").write_bytes(tiff(COLOR.transpose(2, 0, 1) > 30000, photometric="minisblack"))
     found = Decoding(channels=3, size=6)(Page(tmp_path / "stack.tif", 0, 3))
     assert np.array_equal(found, (COLOR.transpose(2, 0, 1) > 30000) * 255)
+
+
+@pytest.mark.parametrize(("axes", "shape"), [("ZCYX", (2, 4, 6, 6)), ("CYX", (4, 6, 6)), ("CZYX", (4, 2, 6, 6))])
+@pytest.mark.parametrize("channels", [4, 2])
+def test_pages_of_ome_are_channels_in_their_order(tmp_path: Path, axes: str, shape: tuple[int, ...], channels: int):
+    file = tmp_path / "1.ome.tif"
+    values = np.arange(np.prod(shape), dtype=np.uint16).reshape(shape)
+    tifffile.imwrite(file, values, ome=True, metadata={"axes": axes}, photometric="minisblack")
+    with open_pages(file, max_pixels=100, channels=channels) as pages:
+        if axes == "CZYX":
+            with pytest.raises(ValueError, match="in the order XYZCT, channel by channel; save it with axes ZCYX"):
+                stacked(pages, 0, channels, PixelSettings(channels=channels, size=6), max_pixels=100)
+            return
+        found = stacked(pages, 0, channels, PixelSettings(channels=channels, size=6), max_pixels=100).load()
+    assert np.array_equal(np.moveaxis(found, -1, 0), values.reshape(-1, 6, 6)[:channels])
