@@ -298,8 +298,9 @@ def _labels(
         array = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
         number = counts.get((file, images))  # None of another split
         if array.ndim != 1 or number not in (None, len(array)):
+            part = max((part for part in parts if part in name), key=len, default=name)
             several = "set dataset.label=null for several labels, which evaluation=multi_label "
-            several += "evaluation.columns=[labels] uses"
+            several += f"evaluation.columns=[{part}] uses"
             raise InputError(
                 f"{file}: {name} has shape {array.shape}, but {number or 'its'} images have one class each; "
                 f"{several if array.ndim > 1 else 'correct it, or set dataset.label=null'}"

@@ -15,6 +15,7 @@ Masks are scaled to nearest pixels.
 """
 
 import math
+import os
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from fedssl.config.literal import user_path
 from fedssl.datasets.decoding import Decoding, Encoded, open_source, unreadable_reason
 from fedssl.datasets.geometry import center_square
 from fedssl.datasets.image_index import ImageIndex
-from fedssl.datasets.manifest import names_image
+from fedssl.datasets.manifest import named_file, names_image
 from fedssl.datasets.pixels import is_min_is_white, orientation_of, upright, white_of_file
 from fedssl.datasets.raster import Raster
 from fedssl.datasets.sources import MASK
@@ -65,9 +66,11 @@ def read_masks(images: LabeledImages, where: str) -> Tensor:
     decoding, folder = index.decoding, user_path(where)
     if folder.is_dir():
         sources: Sequence[Any] = _mask_files(folder, [index.image_name(row) for row in rows])
+    elif os.sep in where:
+        raise InputError(f"evaluation.masks={where} is no folder; name that of the masks, or a column of the data set")
     else:
-        values = index.values(where)
-        sources = [values[row] for row in rows]
+        values, tables = index.values(where), getattr(index, "tables", ())
+        sources = [_named(values[row], tables) for row in rows]
     masks = np.empty((len(rows), decoding.size, decoding.size), np.uint8)
     chosen = {int(row): place for place, row in enumerate(rows)}
     for row, image in enumerate(chain.from_iterable(index.batches(0))):
@@ -88,6 +91,12 @@ def read_masks(images: LabeledImages, where: str) -> Tensor:
         box, side_out = (left, top, left + side, top + side), (decoding.size, decoding.size)
         masks[chosen[row]] = np.asarray(mask.resize(side_out, Image.Resampling.NEAREST, box=box))
     return torch.from_numpy(masks)
+
+
+def _named(value: Any, tables: Sequence[Path]) -> Any:
+    """Return the file that a value of a table names; others unchanged."""
+    name = value.get("path") if isinstance(value, dict) and value.get("bytes") is None else value
+    return named_file(name, tables[0].parent) if isinstance(name, str) and tables else value
 
 
 def check_separate(train: LabeledImages, test: LabeledImages, where: str) -> None:
@@ -132,6 +141,8 @@ def _mask_files(folder: Path, images: Sequence[str]) -> list[Path]:
     if several:
         raise InputError(f"{shortened(map(str, several))} are masks of one image; merge them into one")
     repeated = [str(mask) for mask, number in Counter(found).items() if number > 1]
+    if repeated and any(image.endswith("]") for image in images):  # a page
+        raise InputError(f"{shortened(repeated)} are masks of files with several images; save one image per file")
     if repeated:
         raise InputError(f"several images have the masks {shortened(repeated)}; use subfolders as theirs")
     return found

@@ -162,7 +162,10 @@ def _number(name: str, value: Any) -> float:
         return math.nan
     number = _number_of(value)
     if number is None:
-        raise InputError(f"the column {name!r} has the value {str(value)[:40]!r}, but targets are numbers; {_REMEDY}")
+        decimal = "write decimal points, or " if "," in str(value) else ""
+        raise InputError(
+            f"the column {name!r} has the value {str(value)[:40]!r}, but targets are numbers; {decimal}{_REMEDY}"
+        )
     return number
 
 

@@ -1,9 +1,14 @@
-"""Masks beside their images."""
+"""Masks beside their images, and those that a table names."""
 
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import tifffile
 import torch
+from pyarrow import csv
 
 from fedssl.errors import InputError
 from fedssl.evaluation.segmentation import read_masks
@@ -36,3 +41,34 @@ def test_masks_beside_their_images_have_a_suffix(tmp_path: Path, monkeypatch: py
         file.unlink()
     with pytest.raises(InputError, match=r"has no mask for 1 of 6 images"):  # the image is not its own mask
         read_masks(subject.test, where)
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_a_column_of_a_table_names_masks(tmp_path: Path, ending: str) -> None:
+    subject = write(tmp_path)
+    rows = [
+        {"image": f"images/{split}/{seed}.png", "mask": f"masks/{split}/{seed}.png", "split": split}
+        for split in ("train", "test")
+        for seed in range(6)
+    ]
+    table = pa.Table.from_pylist(rows)
+    (csv.write_csv if ending == "csv" else pq.write_table)(table, tmp_path / f"list.{ending}")
+    of_table = subject_of(tmp_path / f"list.{ending}")
+    expected = read_masks(subject.train, str(tmp_path / "masks"))
+    assert torch.equal(read_masks(of_table.train, "mask"), expected)
+
+
+def test_a_missing_folder_of_masks_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="evaluation.masks=/no/such is no folder; name that of the masks, or a col"):
+        read_masks(write(tmp_path).train, "/no/such")
+
+
+def test_masks_of_files_with_several_images_are_refused(tmp_path: Path) -> None:
+    for kind in ("images", "masks"):
+        for split in ("train", "test"):
+            (tmp_path / kind / split).mkdir(parents=True)
+            file = tmp_path / kind / split / "1.tif"
+            tifffile.imwrite(file, np.zeros((3, 16, 16), np.uint8), photometric="minisblack")
+    subject = subject_of(tmp_path / "images", pages="all")
+    with pytest.raises(InputError, match="train/1.tif are masks of files with several images; save one image per file"):
+        read_masks(subject.train, str(tmp_path / "masks"))

@@ -60,7 +60,7 @@ def test_numbers_have_many_forms():
         (as_labels, [[], [""], None], "the column 'x' names no class; name other columns"),
         (as_numbers, ["3_5", "2"], "value '3_5', but targets are numbers"),
         (as_labels, [["a"], [1, 2, 3]], "lists of other things"),
-        (as_numbers, ["1,5"], "value '1,5'"),
+        (as_numbers, ["1,5"], "value '1,5', but targets are numbers; write decimal points, or name other"),
         (as_numbers, [[1, 2], [1, 2, 3]], "3 and 2 targets per image"),
         (as_numbers, [[1, 2], 3], "2 and 1 targets per image"),
     ],
