@@ -225,7 +225,7 @@ class Run:
     @cached_property
     def encoder(self) -> "torch.nn.Module":
         """The encoder in eval mode, a torch module with `preprocess`, see `fedssl.export.load_encoder`."""
-        with _as_sentence():
+        with _as_sentence(), restored_torch():
             from fedssl.export import load_user_encoder
 
             return load_user_encoder(self._encoder_file("fedssl.export.load_encoder"), self._config_dirs)

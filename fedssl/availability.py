@@ -4,6 +4,7 @@ The names are those of FedScale (Lai et al., ICML 2022, arXiv 2105.11367): avail
 models are pure functions of the run's seed, the client and the round, so that no engine changes a number.
 """
 
+import heapq
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -96,21 +97,21 @@ def first_time_online(times: Collection[OnlineTimes], after: float, *, number: i
     periods = [client.period for client in times if client.period is not None]
     horizon = after + max(periods) if periods else math.inf
     ends = [end for client in times if (end := client.online_until(after)) is not None]
-    online, starts = len(ends), list[float]()
-    if online >= number:
+    if len(ends) >= number:
         return after
-    for client in times:
-        start = client.next_start(after)
-        while start <= horizon and start < math.inf:
-            starts.append(start)
-            ends.append(client.online_until(start) or start)
-            start = client.next_start(start)
-    ended, ends = 0, sorted(ends)
-    for start in sorted(starts):
-        while ended < len(ends) and ends[ended] <= start:
-            ended += 1
-        online += 1
-        if online - ended >= number:
+    clients = list(times)
+    starts = [(client.next_start(after), place) for place, client in enumerate(clients)]
+    heapq.heapify(ends)
+    heapq.heapify(starts)
+    while starts and starts[0][0] <= horizon and starts[0][0] < math.inf:
+        start, place = starts[0]
+        heapq.heapreplace(starts, (clients[place].next_start(start), place))
+        while ends and ends[0] <= start:
+            heapq.heappop(ends)
+        end = clients[place].online_until(start)
+        assert end is not None
+        heapq.heappush(ends, end)
+        if len(ends) >= number:
             return start
     return None
 

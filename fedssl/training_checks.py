@@ -117,8 +117,10 @@ def check_encoder(encoder: Encoder, shape: tuple[int, int, int]) -> None:
         return
     name, mode = type(encoder).__name__, encoder.training
     try:
+        generators = torch.random.fork_rng(devices=[])
         images = torch.zeros(2, *shape, device=next(encoder.parameters(), torch.zeros(())).device)
-        found = tuple(encoder.eval()(images).shape)
+        with generators:
+            found = tuple(encoder.eval()(images).shape)
     except Exception as error:  # a user's code can raise any
         raise InputError(f"{name} fails on images of shape {shape}: {reason_of(error)}; correct its stages") from error
     finally:

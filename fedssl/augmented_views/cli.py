@@ -106,7 +106,7 @@ def run(overrides: Sequence[str]) -> str:
         for key, default in (("images", "6"), ("draws", "3"))
     )
     settings = compose(others)
-    augment: Augmentation = settings.training.augmentation.instantiate()
+    augment = settings.training.augmentation.make(Augmentation)
     check_views(augment, build_method(settings.model))
     bands = bands_of(own["bands"], settings.data.channels) if "bands" in own else None
     if images * (1 + draws * len(augment.recipes)) > MAX_PICTURES:

@@ -43,7 +43,7 @@ class Component:
             causes = [error]
             while isinstance(causes[-1].__cause__, Exception):
                 causes.append(causes[-1].__cause__)
-            known = next((cause for cause in causes if isinstance(cause, InputError | MemoryError)), None)
+            known = next((cause for cause in causes if isinstance(cause, InputError | RunError | MemoryError)), None)
             if known is not None:
                 raise known from None
             if any(str(cause) == "can't start new thread" for cause in causes):

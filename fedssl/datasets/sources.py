@@ -142,7 +142,9 @@ def _masks(names: Sequence[str]) -> list[str]:
 
 def _no_images(path: str, listing: Listing, setting: str) -> NoImagesError:
     if os.path.islink(link := user_path(path)) and not exists(link):  # noqa: PTH114 - pathlib's raises for long names
-        return NoImagesError(f"{setting}: {path} is a link to {link.readlink()}, which does not exist; correct it", ())
+        return NoImagesError(
+            f"{setting}: {path} is a link to {link.readlink()}, which does not exist; give another path", ()
+        )
     if not is_folder(user_path(path)) and not listing.ignored:
         return NoImagesError(
             f"{setting}: {path} is not a folder, a file or a pattern that matches files, such as '/data/site_*/**/*'; "

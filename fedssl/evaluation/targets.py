@@ -105,11 +105,12 @@ def as_numbers(name: str, values: Sequence[Any]) -> Column:
 def as_labels(name: str, values: Sequence[Any]) -> Column:
     """Convert labels to 0, 1 or NaN for each class; -1 is unknown, too."""
     values = _split_at_bars(values, all_values=values)
-    named = next((value for value in values if isinstance(value, str) and _number_of(value or 0) is None), None)
+    texts = (value for value in values if isinstance(value, str) and not _is_unknown(value))
+    named = next((text for text in texts if _number_of(text) is None), None)
     if named is not None:
         raise InputError(
-            f"the column {name!r} has the value {named[:40]!r}, but labels are 0 and 1, or names between bars, such as "
-            f"'{named[:40]}|' for one; {_REMEDY}"
+            f"the column {name!r} has the value {named[:40]!r}, but labels are 0, 1, and blank for unknown, or names "
+            f"between bars, such as '{named[:40]}|' for one; {_REMEDY}"
         )
     lists = [value for value in values if _is_list(value)]
     if not lists or _are_indicators(lists):

@@ -63,7 +63,7 @@ def column_of(title: str, values: Sequence[object]) -> Column:
 
     Many different numbers are divided into ranges with equal numbers of images.
     """
-    texts = [MISSING if value is None or str(value).strip().lower() in ("", "nan") else str(value) for value in values]
+    texts = [MISSING if value is None or str(value).strip() in ("", "nan", "NaN") else str(value) for value in values]
     numbers = _numbers(texts)
     if numbers is not None and len(np.unique(numbers[~np.isnan(numbers)])) > _MAX_NUMBERS:
         return _ranges(title, numbers)

@@ -3,8 +3,10 @@
 Thumbnails are on sheets: WebP images with many of them each, in base64.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -111,7 +113,7 @@ class PathImages:
             found.append(coded("label", self.images.labels[rows], self.images.classes))
         groups = self.images.groups(rows)
         if groups is not None:
-            found.append(column_of("group", list(map(without_folders, groups))))
+            found.append(column_of("group", without_folders(groups)))
         for name in further:
             values = self.images.values(name)
             found.append(column_of(name, [values[row] for row in rows]))
@@ -121,16 +123,18 @@ class PathImages:
         check_readable(self.images, unreadable, skip=True)
         if not unreadable:
             return ""
-        named = ", ".join(map(without_folders, self.names(np.array(sorted(unreadable)[:5]))))
+        named = ", ".join(without_folders(self.names(np.array(sorted(unreadable)[:5]))))
         return f"{len(unreadable):,} of {len(self):,} images cannot be read and are left out, such as {named}."
 
     def sampled(self, limit: int) -> "PathImages":
         return replace(self, images=self.images.at(sample(len(self), limit)))
 
 
-def without_folders(name: str) -> str:
-    """Return an absolute path's last part, and other names: a page that is shared has no path of this machine."""
-    return name.rpartition("/")[2] if name.startswith("/") else name
+def without_folders(names: Sequence[str]) -> list[str]:
+    """Return absolute paths below the folder that they share: a page that is shared has no path of this machine."""
+    absolute = [str(PurePath(name).parent) for name in names if name.startswith("/")]
+    shared = PurePath(os.path.commonpath(absolute)) if absolute else PurePath()
+    return [PurePath(name).relative_to(shared).as_posix() if name.startswith("/") else name for name in names]
 
 
 Images: TypeAlias = "PathImages | RunImages"
@@ -189,7 +193,7 @@ def collect(
     sheets.finish()
     names = images.names(readable)
     return Collected(
-        names=list(map(without_folders, names)),
+        names=without_folders(names),
         features=np.concatenate(features) if known is None else np.stack([known[name] for name in names]),
         columns=images.columns(readable, further),
         sheets=sheets,

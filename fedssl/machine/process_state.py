@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,11 +74,18 @@ def _restore_logger(logger: logging.Logger, handlers: Any, level: int, propagate
     logger.propagate, logger.disabled = propagate, disabled
 
 
+def _products() -> Sequence[Any]:
+    """Return the objects of torch that have the precision of matrix products."""
+    import torch
+
+    return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # set at the import
+
+
 @contextmanager
 def restored_torch() -> Iterator[None]:
     """Restore torch's threads and the generators of random numbers of Python, NumPy and torch. Imports torch.
 
-    In the block torch has its first default dtype, device and precision, gradients, and no autocast.
+    In the block torch has the defaults of a new process: dtype, device, precision of products, gradients, no autocast.
     """
     import numpy as np
     import torch
@@ -88,11 +95,12 @@ def restored_torch() -> Iterator[None]:
     threads, generators = torch.get_num_threads(), (random.getstate(), np.random.get_state(), torch.get_rng_state())
     gpus = torch.cuda.is_initialized()  # else there is no state yet, and device 0 is current
     device, gpu_generators = (torch.cuda.current_device(), torch.cuda.get_rng_state_all()) if gpus else (0, [])
-    dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    dtype, precision = torch.get_default_dtype(), [each.fp32_precision for each in _products()]
     try:
         with ExitStack() as stack:
             torch.set_default_dtype(torch.float32)
-            torch.set_float32_matmul_precision("highest")
+            for each in _products():
+                each.fp32_precision = "ieee"
             if torch.get_default_device().type != "cpu":  # each of these contexts takes time in every operation
                 stack.enter_context(torch.device("cpu"))
             if torch.is_inference_mode_enabled():
@@ -104,7 +112,8 @@ def restored_torch() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(dtype)
-        torch.set_float32_matmul_precision(precision)
+        for each, before in zip(_products(), precision, strict=True):
+            each.fp32_precision = before
         torch.set_num_threads(threads)
         random.setstate(generators[0])
         np.random.set_state(generators[1])

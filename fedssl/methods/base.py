@@ -115,9 +115,10 @@ class SSLMethod(nn.Module):
 
     @cached_property
     def saved_buffers(self) -> SavedBuffers:
+        """Buffers that are exchanged and saved, for modules that assign them anew."""
         return SavedBuffers(self)
 
-    def _find_tensors(self) -> None:
+    def _forget_tensors(self) -> None:
         for name in ("named_tensors", "saved_buffers"):
             self.__dict__.pop(name, None)
 
@@ -187,7 +188,7 @@ class SSLMethod(nn.Module):
         return sum(self.named_tensors[name].nbytes for name in names)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SSLMethod":
-        self._find_tensors()  # torch replaces buffers when it moves a module
+        self._forget_tensors()  # torch replaces buffers when it moves a module
         shared = list(self._shared_base())
         super()._apply(fn, recurse)
         tensors = self.encoder.state_dict(keep_vars=True) if shared else {}
@@ -224,7 +225,7 @@ class SSLMethod(nn.Module):
             self.add_module(INITIAL_ENCODER, frozen_copy(self.encoder).eval())
             self.broadcast_parts = (*self.broadcast_parts, INITIAL_ENCODER)
             self.static_parts = (*self.static_parts, INITIAL_ENCODER)
-            self._find_tensors()
+            self._forget_tensors()
 
     def keep_local(self, part: str) -> None:
         """Declare a part as local, such as a queue: it starts in a client's first round with its current values."""

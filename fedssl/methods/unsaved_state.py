@@ -1,13 +1,13 @@
 """What a user's classes keep outside of the layers that are exchanged and saved: attributes, non-persistent buffers.
 
 A process trains many clients with one method. Such state would bring the data of one client into the training of the
-next, and results would depend on the engine. Objects of fedssl, torch and their libraries have none that matters.
+next, and results would depend on the engine. The classes of fedssl and of torch are not searched.
 """
 
-import copy
 import random
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -22,105 +22,105 @@ from fedssl.seeding import python_seed
 
 _LIBRARIES = {"fedssl", "strategies", "torch", "torchvision", "timm"}
 # Attributes that belong to the program.
-_KNOWN: dict[type, Collection[str]] = {
+_KNOWN: dict[type, set[str]] = {
     nn.Module: {*vars(nn.Module()), "_compiled_call_impl"},
     Encoder: {*vars(Encoder), *Encoder.__annotations__},
     SSLMethod: {*vars(SSLMethod), *SSLMethod.__annotations__},
 }
-_VALUES = (type(None), int, float, complex, str, bytes, np.generic)
+_VALUES = (type(None), int, float, complex, str, bytes, tuple, np.generic)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-_CONTAINERS = (MutableMapping, list, tuple, set, deque)
+_CONTAINERS = (dict, list, set, deque)
 _MAX_BYTES = 2**26  # of a tensor or array: larger ones, such as images, stay
-Place = tuple[int, str]  # number of a holder of attributes, and name of an attribute
 
 
 class UnsavedState:
     """First values of the attributes of the user's modules in a network, and of further ``objects`` of the user.
 
-    Values, tensors, arrays, generators of random numbers, objects of the user's packages, and containers of these are
-    copied; what two of them share is shared by the copies. Parameters, buffers, modules and all else stay.
+    The contents of tensors, arrays, generators of random numbers, containers, unregistered modules and objects of the
+    user's packages are restored in place. Parameters and saved buffers, and objects of libraries, stay.
     """
 
     def __init__(self, network: nn.Module, *objects: object) -> None:
         named = [*network.named_modules(), *((type(each).__name__, each) for each in objects)]
         self._holders = [(name, holder) for name, holder in named if _root(holder) not in _LIBRARIES]
         self._roots = {_root(holder) for _, holder in self._holders}
-        fixed = (*network.modules(), *network.parameters(), *network.buffers(), *objects)
-        self._fixed: dict[int, Any] = {id(each): each for each in fixed}
-        self._buffers = {
-            (number, key): holder._buffers[key]
-            for number, (_, holder) in enumerate(self._holders)
-            for key in (holder._non_persistent_buffers_set if isinstance(holder, nn.Module) else ())
-        }
-        self._scratch = {place: _clone(buffer) for place, buffer in self._buffers.items()}
-        self._values = self._copies({(number, key): value for number, _, key, value in self._attributes()})
+        saved = network.state_dict(keep_vars=True).values()
+        fixed = (*network.modules(), *network.parameters(), *saved, *objects)
+        self._fixed = {id(each): each for each in fixed}
+        self._memory = {_memory(each) for each in (*network.parameters(), *saved)}
+        self._contents: dict[int, tuple[Any, Any]] = {}  # objects and what they contain, by id
+        self._attributes = [{key: vars(holder)[key] for key in _own_keys(holder)} for _, holder in self._holders]
+        self._members: list[list[tuple[Any, Any]]] = [
+            [(members, dict(members)) for members in (holder._buffers, holder._modules)]
+            for _, holder in self._holders
+            if isinstance(holder, nn.Module)
+        ]
+        for attributes in self._attributes:
+            for value in attributes.values():
+                self._add(value)
+        for members in self._members:
+            for value in members[0][1].values():
+                self._add(value)
 
-    def _attributes(self) -> Iterator[tuple[int, dict[str, Any], str, Any]]:
-        for number, (_, holder) in enumerate(self._holders):
-            known = {name for kind, names in _KNOWN.items() if isinstance(holder, kind) for name in names}
-            for key, value in list(vars(holder).items()):
-                if key not in known:
-                    yield number, vars(holder), key, value
+    def _add(self, value: Any) -> None:
+        """Store the contents of a value, and of all that it contains."""
+        if id(value) in self._fixed or id(value) in self._contents:
+            return
+        parts: Any = ()
+        if isinstance(value, Tensor | np.ndarray):
+            is_view = isinstance(value, np.memmap) or (isinstance(value, Tensor) and _memory(value) in self._memory)
+            if value.nbytes <= _MAX_BYTES and not is_view:
+                self._contents[id(value)] = value, value.detach().clone() if isinstance(value, Tensor) else value.copy()
+        elif isinstance(value, _GENERATORS):
+            self._contents[id(value)] = value, _state_of(value)
+        elif isinstance(value, _CONTAINERS):
+            self._contents[id(value)] = value, list(value.items() if isinstance(value, dict) else value)
+            parts = value.values() if isinstance(value, dict) else value
+        elif isinstance(value, tuple):
+            parts = value
+        elif isinstance(value, nn.Module):
+            parts = (*value.parameters(), *value.buffers())
+        elif self._is_own(value):
+            self._contents[id(value)] = value, dict(vars(value))
+            parts = vars(value).values()
+        for part in parts:
+            self._add(part)
 
     def reset(self) -> None:
-        """Set all to their first values; attributes that did not exist are removed."""
-        first = self._copies(self._values)
-        for number, attributes, key, value in self._attributes():
-            if self._is_state(value):
-                del attributes[key]
-            else:
-                first.pop((number, key), None)  # an object of a library, such as a compiled function
-        for (number, key), value in first.items():
-            vars(self._holders[number][1])[key] = value
-        for (number, key), buffer in self._buffers.items():
-            module: Any = self._holders[number][1]
-            module._buffers[key] = buffer if buffer is None else buffer.copy_(self._scratch[number, key])
-
-    def _copies(self, values: Mapping[Place, Any]) -> dict[Place, Any]:
-        memo = {**self._fixed}
-        return {place: self._copy(value, memo) for place, value in values.items()}
-
-    def _copy(self, value: Any, memo: dict[int, Any]) -> Any:
-        """Return a copy of a value; parts that are in the ``memo``, by id, are those there."""
-        if id(value) in memo:
-            return memo[id(value)]
-        if isinstance(value, _VALUES) or not self._is_state(value):
-            return value
-        if isinstance(value, tuple):
-            parts = [self._copy(part, memo) for part in value]
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-        copied = memo[id(value)] = _clone(value)
-        if isinstance(value, MutableMapping):
-            for key in value:
-                copied[key] = self._copy(value[key], memo)
-        elif isinstance(value, list | deque | set):
-            parts = [self._copy(part, memo) for part in value]
-            copied.clear()
-            (copied.update if isinstance(value, set) else copied.extend)(parts)
-        elif self._is_own(value):
-            vars(copied).update({key: self._copy(part, memo) for key, part in vars(value).items()})
-        return copied
+        """Restore the first values; attributes and buffers that did not exist are removed."""
+        for (_, holder), first in zip(self._holders, self._attributes, strict=True):
+            for key in _own_keys(holder):
+                if self._is_state(vars(holder)[key]):
+                    del vars(holder)[key]
+            # An object of a library that has replaced a value stays, such as a compiled function.
+            vars(holder).update({key: value for key, value in first.items() if key not in vars(holder)})
+        for members in self._members:
+            for now, before in members:
+                now.clear()
+                now.update(before)
+        for value, content in self._contents.values():
+            with suppress(RuntimeError, ValueError):  # what cannot be written in place has not changed in place
+                _restore(value, content)
 
     def _is_state(self, value: object) -> bool:
-        if id(value) in self._fixed:
-            return False
-        if isinstance(value, Tensor | np.ndarray):
-            return value.nbytes <= _MAX_BYTES
-        return isinstance(value, (*_VALUES, *_GENERATORS, *_CONTAINERS)) or self._is_own(value)
+        return isinstance(value, (*_VALUES, *_GENERATORS, *_CONTAINERS, Tensor, np.ndarray)) or self._is_own(value)
 
     def _is_own(self, value: object) -> bool:
         """Return whether a value is an object of the user's packages, with attributes."""
         return _root(value) in self._roots and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type)
 
     def tensors(self) -> dict[str, Any]:
-        """Return tensors and arrays by name, also those in containers."""
+        """Return tensors and arrays of attributes and non-persistent buffers by name, also those in containers."""
         found = {}
-        for (number, key), value in (self._values | self._scratch).items():
-            name, holder = self._holders[number]
-            if isinstance(holder, nn.Module) and {f"{key}_g", f"{key}_orig"} & holder._parameters.keys():
-                continue  # computed from parameters, by torch's older weight and spectral normalization
-            for index, leaf in enumerate(_leaves(value)):
-                found[f"{name}.{key}{f'[{index}]' if index else ''}".lstrip(".")] = leaf
+        for (name, holder), attributes in zip(self._holders, self._attributes, strict=True):
+            is_module = isinstance(holder, nn.Module)
+            buffers = {key: holder._buffers[key] for key in holder._non_persistent_buffers_set} if is_module else {}
+            for key, value in {**attributes, **buffers}.items():
+                if is_module and {f"{key}_g", f"{key}_orig"} & holder._parameters.keys():
+                    continue  # computed from parameters, by torch's older weight and spectral normalization
+                for number, leaf in enumerate(_leaves(value)):
+                    if id(leaf) not in self._fixed:
+                        found[f"{name}.{key}{f'[{number}]' if leaf is not value else ''}".lstrip(".")] = leaf
         return found
 
 
@@ -128,20 +128,54 @@ def _root(value: object) -> str:
     return type(value).__module__.partition(".")[0]
 
 
-def _clone(value: Any) -> Any:
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _own_keys(holder: object) -> list[str]:
+    known = {name for kind, names in _KNOWN.items() if isinstance(holder, kind) for name in names}
+    return [key for key in vars(holder) if key not in known]
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+@torch.no_grad()
+def _restore(value: Any, content: Any) -> None:
+    """Let an object contain what it contained."""
+    setter = getattr(value, "set_state", None)
     if isinstance(value, Tensor):
-        cloned = value.detach().clone()
-        return nn.Parameter(cloned, value.requires_grad) if isinstance(value, nn.Parameter) else cloned
-    if isinstance(value, torch.Generator):
-        return value.clone_state()
-    return copy.deepcopy(value) if isinstance(value, (*_GENERATORS, np.ndarray)) else copy.copy(value)
+        value.detach().copy_(content)
+    elif isinstance(value, np.ndarray):
+        value[...] = content
+    elif isinstance(value, random.Random):
+        value.setstate(content)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = content
+    elif isinstance(value, _GENERATORS) and setter is not None:
+        setter(content)
+    elif isinstance(value, _CONTAINERS):
+        value.clear()
+        if isinstance(value, dict):
+            for key, part in content:
+                value[key] = part
+        else:
+            (value.update if isinstance(value, set) else value.extend)(content)
+    else:
+        vars(value).clear()
+        vars(value).update(content)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, Tensor | np.ndarray):
         yield value
-    elif isinstance(value, _CONTAINERS):
-        for part in value.values() if isinstance(value, MutableMapping) else value:
+    elif isinstance(value, (*_CONTAINERS, tuple)):
+        for part in value.values() if isinstance(value, dict) else value:
             yield from _leaves(part)
 
 

@@ -23,7 +23,7 @@ from fedssl.flower_internals import error_reply
 from strategies.encoder_divergence import divergence
 from strategies.fedema import blend, next_scale, own_share
 from strategies.flower.arrays import conform, in_parts, read_layers, write_layers
-from strategies.flower.task import FEDEMA, FEDU, PROBLEM, REPLY, SCALE, ClientTask
+from strategies.flower.task import FEDEMA, FEDU, HINT, PROBLEM, REPLY, SCALE, ClientTask
 from strategies.l_dawa import scale_layers
 
 KEPT, NUMBERS, NAMES = "fedssl-kept", "fedssl-numbers", "fedssl-names"  # keys of `Context.state`
@@ -61,11 +61,13 @@ def client_mod(message: Message, context: Context, call_next: Callable[[Message,
     if not is_training or reply.has_error() or len(reply.content.array_records) != 1:
         return reply
     ((key, record),) = reply.content.array_records.items()
-    replied = _select(start, task.local) | read_layers(record, task.statistics)  # local arrays may be left out
+    replied = _select(start, task.local)  # they may be left out
     try:
+        replied |= read_layers(record, task.statistics)
         trained = conform(replied, GlobalLayers(start))
     except InputError as problem:  # also of arrays that are not uploaded; the server logs it
-        reply.content = RecordDict({**reply.content, REPLY: ConfigRecord({PROBLEM: str(problem)})})
+        hint = "" if replied.keys() >= start.keys() else HINT
+        reply.content = RecordDict({**reply.content, REPLY: ConfigRecord({PROBLEM: f"{problem}{hint}"})})
         return reply
     if all(np.isfinite(array).all() for array in trained.values()):  # else the client keeps its previous state
         _save(context.state, _kept_after(task, received, start=start, trained=trained, numbers=kept.numbers))

@@ -12,12 +12,11 @@ from fedssl.errors import InputError
 from fedssl.safe_io import sanitize_line
 from fedssl.wire.messages import NUM_EXAMPLES, TRAIN_LOSS, ClientUpdate
 from strategies.flower.arrays import conform, public_name, read_layers
-from strategies.flower.task import PROBLEM, REPLY
+from strategies.flower.task import HINT, PROBLEM, REPLY
 
 if TYPE_CHECKING:
     from strategies.flower.base import FlowerRule
 
-_HINT = "; name arrays that stay on the clients in local="
 MAX_WEIGHT = 2.0**53  # sums of larger weights may be infinite
 
 
@@ -55,12 +54,12 @@ def read_reply(message: Message, *, rule: "FlowerRule", names: Collection[str], 
         layers = conform(layers, expected)
     except InputError as problem:
         is_complete = layers.keys() >= expected.layers.keys()
-        raise SetupError(f"{problem}{'' if is_complete else _HINT}") from problem
+        raise SetupError(f"{problem}{'' if is_complete else HINT}") from problem
     if rule.needs_mod and REPLY not in content:
         raise SetupError(f"{type(rule).__name__} needs ClientApp(mods=[client_mod]), `client_mod` of strategies.flower")
     found = content.config_records[REPLY].get(PROBLEM) if REPLY in content.config_records else None
     if found is not None:
-        raise SetupError(sanitize_line(str(found)) + _HINT)
+        raise SetupError(sanitize_line(str(found)))
     metrics = {key: value for record in content.metric_records.values() for key, value in record.items()}
     weight = _metric(metrics, rule, "weighted_by_key", NUM_EXAMPLES)
     if weight is not None and (weight <= 0 or weight >= MAX_WEIGHT):

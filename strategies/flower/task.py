@@ -8,6 +8,7 @@ from flwr.app import ConfigRecord, RecordDict
 
 TASK = "fedssl-task"  # key in the config
 REPLY = "fedssl-client-mod"  # key of the ConfigRecord that the mod adds to a reply
+HINT = "; name arrays that stay on the clients in local="
 PROBLEM = "problem"  # key in it: why the mod cannot use the reply
 
 FEDU, FEDEMA, SCALE = "fedu", "fedema", "l_dawa"

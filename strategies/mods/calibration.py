@@ -87,11 +87,10 @@ class Calibration(Mod):
 
     def _trained(self, model: GlobalModel, round: int) -> GlobalModel:
         with set_active_stages(self._method, depth=phase_at(self._context.phases, round).depth):
-            load_layers(self._method, model.layers | model.broadcast)
             self._unsaved.reset()
+            load_layers(self._method, model.layers | model.broadcast)
             self._method.round = round
             self._method.start_round(first=True)
-            self._method.saved_buffers.keep()
             seed_path = (self._seed, "calibrate", round)
             seed_generators(derive_seed(*seed_path), self._context.device)
             self._training.reset_optimizer(lr_factor=self._context.lr_factor(round))

@@ -193,7 +193,7 @@ def test_a_path_that_is_no_folder(tmp_path: Path, name: str) -> None:
 
 def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("gone")
-    with pytest.raises(InputError, match="link is a link to gone, which does not exist; correct it"):
+    with pytest.raises(InputError, match="link is a link to gone, which does not exist; give another path"):
         list_split("train", tmp_path / "link")
 
 

@@ -55,7 +55,7 @@ def test_numbers_have_many_forms():
         (
             as_labels,
             ["", "cat", "dog"],
-            r"value 'cat', but labels are 0 and 1, or names .*, such as 'cat\|' for one; name",
+            r"value 'cat', but labels are 0, 1, and blank for unknown, or names .*, such as 'cat\|' for one; name",
         ),
         (as_labels, [[], [""], None], "the column 'x' names no class; name other columns"),
         (as_numbers, ["3_5", "2"], "value '3_5', but targets are numbers"),
@@ -235,7 +235,7 @@ def test_bars_of_unused_images_make_names_too(tmp_path: Path):
     (tmp_path / "t.csv").write_text(f"{text}other.png,cat|dog,p4\n")
     result = read_targets(subject, columns=["tags"], file=str(tmp_path / "t.csv"), convert=as_labels)
     assert (result.train.tolist(), result.test.tolist(), result.names) == ([[1, 0], [0, 1]], [[0, 1]], ("cat", "dog"))
-    with pytest.raises(InputError, match="value 'p1', but labels are 0 and 1, or names between bars, .*; name"):
+    with pytest.raises(InputError, match="value 'p1', but labels are 0, 1, and blank for unknown, or names .*; name"):
         read_targets(subject, columns=None, file=str(tmp_path / "t.csv"), convert=as_labels)
     images_in_folders(tmp_path, "test/c.png")
     rows = ["train/a.png,cat,train", "train/b.png,dog,train", "test/a.png,dog,test", "test/c.png,cat|dog,test"]

@@ -18,7 +18,7 @@ from fedssl.embedding import cli as embed_cli
 from fedssl.embedding.embedder import Embedder
 from fedssl.errors import InputError
 from fedssl.explore import cli
-from fedssl.explore.images import sample
+from fedssl.explore.images import sample, without_folders
 from fedssl.explore.run_images import RunImages
 from simulation.run import run as simulate
 from tests.fedssl.embedding.test_embeddings import NAMES, run, write_images
@@ -170,6 +170,7 @@ def test_images_elsewhere_have_no_folder_of_this_machine(run: Path, tmp_path: Pa
     (tmp_path / "else" / "3.png").write_bytes(b"no image")
     _, data = explore(run, f"images={tmp_path / 'lists' / 'list.csv'}", "columns=site")
     assert data["names"] == ["1.png", "2.png"]
+    assert without_folders(["/a/b/p/1.png", "c.png", "/a/q/p"]) == ["b/p/1.png", "c.png", "q/p"]
     assert str(tmp_path) not in (tmp_path / "page.html").read_text()
 
 

@@ -167,6 +167,14 @@ def default_dtype(dtype):
 
 
 @contextmanager
+def matmul_by_backend():
+    torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+
+
+@contextmanager
 def matmul_precision(precision):
     torch.set_float32_matmul_precision(precision)
     yield
@@ -177,6 +185,7 @@ def matmul_precision(precision):
     "settings",
     [
         partial(matmul_precision, "medium"),
+        matmul_by_backend,
         partial(default_dtype, torch.float64),
         partial(torch.device, "meta"),
         torch.no_grad,
@@ -187,7 +196,8 @@ def matmul_precision(precision):
 def test_what_torch_does_by_default_is_the_same_in_every_program(settings):
     def state():
         grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
-        return torch.get_default_dtype(), torch.get_default_device(), torch.get_float32_matmul_precision(), *grad
+        precision = torch.backends.mkldnn.matmul.fp32_precision.replace("none", "ieee")  # the default
+        return torch.get_default_dtype(), torch.get_default_device(), precision, *grad
 
     usual = state()
     with settings():

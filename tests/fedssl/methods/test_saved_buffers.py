@@ -29,6 +29,18 @@ class Centered(SimCLR):
             raise ValueError("failed")
         return loss
 
+    def start_round(self, *, first) -> None:
+        super().start_round(first=first)
+        self.set_center(self.center + 0.1)
+
+    def on_step_end(self) -> None:
+        super().on_step_end()
+        self.set_center(1.1 * self.center)
+
+    def end_round(self) -> None:
+        super().end_round()
+        self.set_center(self.center + 0.2)
+
     fails = False
 
 
@@ -60,6 +72,7 @@ def words(target, folder, *others) -> list[str]:
     [
         (("Centered", "Assigned"), []),
         (("Centered", "Assigned"), ["optimizer=sam"]),
+        (("Centered", "Assigned"), ["calibration=auxiliary"]),
         (("Centered", "Assigned"), ["strategy=clustered", "strategy.clusters=2", "rounds=3"]),
         (("Failing", "AssignedFailing"), ["aggregation.min_updates=1", "rounds=3"]),
     ],

@@ -6,6 +6,7 @@ from collections import Counter, deque, namedtuple
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 from fedssl.config.component import Component
@@ -147,6 +148,51 @@ def test_first_values_of_every_kind_return() -> None:
         assert not hasattr(network, "late")
 
 
+def test_references_elsewhere_stay_valid() -> None:
+    """A hook, a list in a library's object and a view of a weight have the objects of the attributes."""
+    network = Foreign()
+    network.meter, network.view = Meter(), network.weight.detach()[:1]
+    hook, shared = network.meter.values.append, iter([network.count])
+    unsaved = UnsavedState(network)
+    hook(1)
+    network.weight.data.fill_(7)
+    network.tensor, tensor = torch.zeros(2), network.tensor
+    unsaved.reset()
+    hook(2)
+    assert network.meter.values == [2]
+    assert next(shared) is network.count
+    assert (network.weight.tolist(), network.view.tolist()) == ([7, 7], [7])
+    assert network.tensor is tensor
+
+
+def test_modules_and_buffers_that_are_not_registered_begin_anew() -> None:
+    network = Foreign()
+    network.teacher = [nn.Linear(1, 1)]
+    network.register_buffer("center", None)
+    first = network.teacher[0].weight.item()
+    unsaved = UnsavedState(network)
+    network.teacher[0].weight.data.add_(1)
+    network.center = torch.ones(1)
+    network.register_buffer("late", torch.ones(1))
+    unsaved.reset()
+    assert network.teacher[0].weight.item() == first
+    assert network.center is None
+    assert not hasattr(network, "late")
+
+
+def test_what_cannot_be_copied_stays(tmp_path) -> None:
+    network = Foreign()
+    network.config = OmegaConf.create({"a": 1, "b": "${a}"})
+    OmegaConf.set_readonly(network.config, True)
+    network.map = np.memmap(tmp_path / "map", np.uint8, "w+", shape=(4,))
+    network.register_buffer("wide", torch.tensor(1.0).expand(4), persistent=False)
+    unsaved, mapped = UnsavedState(network), network.map
+    mapped[0] = 1
+    unsaved.reset()
+    assert network.map is mapped
+    assert (mapped[0], network.config.b) == (1, 1)
+
+
 def test_objects_of_libraries_and_large_arrays_stay(monkeypatch) -> None:
     network, images = Foreign(), np.zeros(100)
     monkeypatch.setattr(unsaved_state, "_MAX_BYTES", 99)
@@ -165,6 +211,9 @@ class Random(ConvSmall):
 def random_encoder(*, kind="buffer", **arguments):
     encoder = conv_small(**arguments)
     encoder.__class__ = Random
+    if kind == "recurrent":
+        encoder.extra = type("Own", (nn.GRU,), {"__module__": __name__})(2, 2)
+        return encoder
     if kind == "normalized":
         encoder.extra = nn.utils.weight_norm(nn.Linear(2, 2))
         encoder.extra.__class__ = type("Own", (nn.Linear,), {"__module__": __name__})
@@ -177,16 +226,16 @@ def random_encoder(*, kind="buffer", **arguments):
     return encoder
 
 
-@pytest.mark.parametrize("kind", ["buffer", "attribute", "list", "fixed", "saved", "names", "normalized"])
+@pytest.mark.parametrize("kind", ["buffer", "attribute", "list", "fixed", "saved", "names", "normalized", "recurrent"])
 def test_an_encoder_saves_its_random_constants(kind) -> None:
     component = Component(
         {"_target_": f"{__name__}.random_encoder", "kind": kind, "channels": 1, "size": 8, "width": 4}
     )
     encoder = component.instantiate()
-    if kind in ("fixed", "saved", "names", "normalized"):
+    if kind in ("fixed", "saved", "names", "normalized", "recurrent"):
         check_unsaved(component, encoder)
         return
-    with pytest.raises(InputError, match="^position of random_encoder is random and not saved; make it a buffer"):
+    with pytest.raises(InputError, match=r"^position(\[0\])? of random_encoder is random and not saved; make it a"):
         check_unsaved(component, encoder)
 
 
