@@ -70,7 +70,7 @@ def test_the_seed_decides_the_draws_of_global_generators():
             "custom returns the images of 1 clients; return those of num_clients=2",
         ),
         ([[[0, 1]], [2]], "custom returns other parts than lists of indices; return one array"),
-        ([[[0], [1, 2]], [2]], "custom returns other parts than lists of indices"),
+        ([{0, 1}, [2]], "custom returns other parts than lists of indices"),
         ([[0, 1], [60]], "custom returns other indices than 0 to 59; return integers"),
         ([[0, 1], [-1]], "other indices than 0 to 59"),
         ([[0.5], [1]], "other indices than 0 to 59"),
