@@ -66,10 +66,12 @@ def read_masks(images: LabeledImages, where: str) -> Tensor:
     decoding, folder = index.decoding, user_path(where)
     if folder.is_dir():
         sources: Sequence[Any] = _mask_files(folder, [index.image_name(row) for row in rows])
-    elif os.sep in where:
-        raise InputError(f"evaluation.masks={where} is no folder; name that of the masks, or a column of the data set")
     else:
-        values, tables = index.values(where), getattr(index, "tables", ())
+        try:
+            values, tables = index.values(where), getattr(index, "tables", ())
+        except InputError as error:
+            remedy = "name the folder of the masks, or a column of the data set"
+            raise error if os.sep not in where else InputError(f"evaluation.masks={where} is no folder; {remedy}")
         sources = [_named(values[row], tables) for row in rows]
     masks = np.empty((len(rows), decoding.size, decoding.size), np.uint8)
     chosen = {int(row): place for place, row in enumerate(rows)}

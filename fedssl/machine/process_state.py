@@ -74,11 +74,29 @@ def _restore_logger(logger: logging.Logger, handlers: Any, level: int, propagate
     logger.propagate, logger.disabled = propagate, disabled
 
 
-def _products() -> Sequence[Any]:
-    """Return the objects of torch that have the precision of matrix products."""
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """Compute matrix products without TF32 and bfloat16; the precision may have been set for all or by backend."""
     import torch
 
-    return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # set at the import
+    backends: Sequence[Any] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]  # set at the import
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for_all = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set by backend
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            for backend, precision in zip(backends, before, strict=True):
+                backend.fp32_precision = precision
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(for_all)
 
 
 @contextmanager
@@ -95,12 +113,11 @@ def restored_torch() -> Iterator[None]:
     threads, generators = torch.get_num_threads(), (random.getstate(), np.random.get_state(), torch.get_rng_state())
     gpus = torch.cuda.is_initialized()  # else there is no state yet, and device 0 is current
     device, gpu_generators = (torch.cuda.current_device(), torch.cuda.get_rng_state_all()) if gpus else (0, [])
-    dtype, precision = torch.get_default_dtype(), [each.fp32_precision for each in _products()]
+    dtype = torch.get_default_dtype()
     try:
         with ExitStack() as stack:
             torch.set_default_dtype(torch.float32)
-            for each in _products():
-                each.fp32_precision = "ieee"
+            stack.enter_context(_exact_products())
             if torch.get_default_device().type != "cpu":  # each of these contexts takes time in every operation
                 stack.enter_context(torch.device("cpu"))
             if torch.is_inference_mode_enabled():
@@ -112,8 +129,6 @@ def restored_torch() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(dtype)
-        for each, before in zip(_products(), precision, strict=True):
-            each.fp32_precision = before
         torch.set_num_threads(threads)
         random.setstate(generators[0])
         np.random.set_state(generators[1])

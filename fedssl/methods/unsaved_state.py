@@ -1,4 +1,4 @@
-"""What a user's classes keep outside of the layers that are exchanged and saved: attributes, non-persistent buffers.
+"""State of a user's classes outside of the layers that are exchanged and saved: attributes, non-persistent buffers.
 
 A process trains many clients with one method. Such state would bring the data of one client into the training of the
 next, and results would depend on the engine. The classes of fedssl and of torch are not searched.
@@ -68,8 +68,8 @@ class UnsavedState:
             return
         parts: Any = ()
         if isinstance(value, Tensor | np.ndarray):
-            is_view = isinstance(value, np.memmap) or (isinstance(value, Tensor) and _memory(value) in self._memory)
-            if value.nbytes <= _MAX_BYTES and not is_view:
+            is_dense = not isinstance(value, Tensor) or (value.layout == torch.strided and not self._is_layer(value))
+            if is_dense and not isinstance(value, np.memmap) and value.nbytes <= _MAX_BYTES:
                 self._contents[id(value)] = value, value.detach().clone() if isinstance(value, Tensor) else value.copy()
         elif isinstance(value, _GENERATORS):
             self._contents[id(value)] = value, _state_of(value)
@@ -85,6 +85,10 @@ class UnsavedState:
             parts = vars(value).values()
         for part in parts:
             self._add(part)
+
+    def _is_layer(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a view of a layer."""
+        return _memory(tensor) in self._memory
 
     def reset(self) -> None:
         """Restore the first values; attributes and buffers that did not exist are removed."""

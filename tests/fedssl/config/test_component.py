@@ -1,4 +1,4 @@
-"""What a class or function of the settings raises: a sentence with its cause and place."""
+"""Errors of a class or function of the settings: a sentence has the cause and the place."""
 
 import pytest
 

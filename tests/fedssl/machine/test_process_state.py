@@ -208,4 +208,7 @@ def test_what_torch_does_by_default_is_the_same_in_every_program(settings):
             loss = torch.nn.Linear(2, 1)(torch.ones(1, 2)).sum()
             assert (loss.dtype, loss.requires_grad, loss.device.type) == (torch.float32, True, "cpu")
             loss.backward()
+            assert (
+                settings is matmul_by_backend or not torch.backends.cuda.matmul.allow_tf32
+            )  # as the compiler reads it
         assert state() == before

@@ -184,6 +184,7 @@ def test_what_cannot_be_copied_stays(tmp_path) -> None:
     network = Foreign()
     network.config = OmegaConf.create({"a": 1, "b": "${a}"})
     OmegaConf.set_readonly(network.config, True)
+    network.sparse = torch.eye(2).to_sparse()
     network.map = np.memmap(tmp_path / "map", np.uint8, "w+", shape=(4,))
     network.register_buffer("wide", torch.tensor(1.0).expand(4), persistent=False)
     unsaved, mapped = UnsavedState(network), network.map
