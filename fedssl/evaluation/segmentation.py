@@ -70,8 +70,9 @@ def read_masks(images: LabeledImages, where: str) -> Tensor:
         try:
             values, tables = index.values(where), getattr(index, "tables", ())
         except InputError as error:
-            remedy = "name the folder of the masks, or a column of the data set"
-            raise error if os.sep not in where else InputError(f"evaluation.masks={where} is no folder; {remedy}")
+            if os.sep not in where:
+                raise
+            raise InputError(f"evaluation.masks={where} is neither a folder nor a column; correct it") from error
         sources = [_named(values[row], tables) for row in rows]
     masks = np.empty((len(rows), decoding.size, decoding.size), np.uint8)
     chosen = {int(row): place for place, row in enumerate(rows)}
@@ -296,9 +297,8 @@ class Segmentation(EvaluationProtocol):
         pixels, count = torch.zeros(256, 256, dtype=torch.int64), 0
         for chunk, expected in zip(logits.split(_CHUNK), test.split(_CHUNK), strict=True):
             scaled = F.interpolate(chunk, expected.shape[1:], mode="bilinear")
-            used = torch.ones_like(expected, dtype=torch.bool)
-            if self.ignore_index is not None:
-                used = expected != self.ignore_index
+            ignored = self.ignore_index
+            used = torch.ones_like(expected, dtype=torch.bool) if ignored is None else expected != ignored
             pixels += confusion(classes[scaled.argmax(dim=1)][used], expected[used])
             count += int(used.flatten(1).any(dim=1).sum())
         return _scores(pixels, num_images=count)

@@ -59,7 +59,7 @@ def test_a_column_of_a_table_names_masks(tmp_path: Path, ending: str) -> None:
 
 
 def test_a_missing_folder_of_masks_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="evaluation.masks=/no/such is no folder; name the folder of the masks, or a"):
+    with pytest.raises(InputError, match="evaluation.masks=/no/such is neither a folder nor a column; correct it"):
         read_masks(write(tmp_path).train, "/no/such")
 
 
