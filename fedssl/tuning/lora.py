@@ -169,8 +169,9 @@ def lora(
                 f"tuning.rank={rank} but the layer {name} of the encoder has a weight of {rows} x {columns}; set "
                 f"tuning.rank to at most {min(rows, columns)}, or tuning.targets without this layer"
             )
-    uses = Counter(map(id, encoder.state_dict(keep_vars=True).values()))
-    tied = [name for name in names if uses[id(encoder.get_parameter(_parameter_name(name)))] > 1]
+    tensors = encoder.state_dict(keep_vars=True)
+    uses = Counter(map(id, tensors.values()))
+    tied = [name for name in names if uses[id(tensors.get(f"{name}.weight", tensors.get(f"{name}_weight")))] > 1]
     if tied:
         raise InputError(f"tuning=lora but {shortened(tied)} have one weight; set tuning.targets without them")
     _insert(encoder, names, rank=rank, scale=alpha / rank)
@@ -199,11 +200,6 @@ def plain_copy(network: Network) -> Network:
         copied.low_rank_layers = ()
         copied.freeze_base(())
     return copied.requires_grad_(True)
-
-
-def _parameter_name(layer: str) -> str:
-    path, _, name = layer.rpartition(".")
-    return f"{path}.in_proj_weight" if name == IN_PROJ else f"{layer}.weight"
 
 
 def _weights(encoder: Encoder) -> dict[str, tuple[int, int]]:

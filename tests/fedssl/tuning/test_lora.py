@@ -338,3 +338,10 @@ def test_layers_whose_weight_is_computed_get_no_factors():
     encoder.a = nn.utils.weight_norm(nn.Linear(4, 4))
     lora(encoder, rank=2, alpha=2)
     assert adapted(encoder) == ["b.weight"]
+
+
+def test_a_linear_layer_may_have_the_name_of_a_projection():
+    encoder = Tied()
+    encoder.c = nn.ModuleDict({"in_proj": nn.Linear(4, 4)})
+    lora(encoder, rank=2, alpha=2)
+    assert adapted(encoder) == ["a.weight", "b.weight", "c.in_proj.weight"]
