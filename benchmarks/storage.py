@@ -48,7 +48,7 @@ from fedssl.datasets.folder import read
 from fedssl.datasets.images import EncodedImages
 from fedssl.methods.base import SSLMethod
 from fedssl.regularizers.base import Regularizer
-from fedssl.training import Augment, LocalTrainer, train
+from fedssl.training import Augment, LocalTrainer, options_of, train
 from fedssl.views import Views
 from tests.encoders import LinearEncoder
 from tests.memory_cgroup import memory_cgroup
@@ -98,10 +98,11 @@ def decoder(images: EncodedImages) -> Job:
 
 def trivial_training(images: EncodedImages) -> Job:
     method = TrivialMethod()
+    optimizer = torch.optim.SGD(method.parameters(), lr=1e-6)
     training = LocalTrainer(
         augment=TrivialViews(),
-        optimizer=torch.optim.SGD(method.parameters(), lr=1e-6),
-        base_lrs=(1e-6,),
+        optimizer=optimizer,
+        base_options=options_of(optimizer),
         regularizer=Regularizer(),
         epochs=1,
         batch_size=BATCH,

@@ -73,7 +73,7 @@ class ClientWorker:
         if settings.machine.compile_encoder:
             self.method.encoder.compile()
         self.mods = make_client_mods(self.method, settings.base_folders)
-        self._unsaved = UnsavedState(self.method, *self.training.regularizer.terms, self.client_strategy)
+        self._unsaved = UnsavedState(self.method, *self.training.parts, self.client_strategy)
 
     def train(
         self,

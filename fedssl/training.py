@@ -1,9 +1,11 @@
 """Local training: epochs of a self-supervised method on one client's images, or on the server's images."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ class LocalTrainer:
 
     augment: Augmentation
     optimizer: torch.optim.Optimizer  # of all parameters that the method trains in any phase
-    base_lrs: tuple[float, ...]  # of the optimizer's groups, before any factor
+    base_options: tuple[dict[str, Any], ...]  # of the optimizer's groups before the first step, without their weights
     regularizer: Regularizer
     epochs: int
     batch_size: int  # maximum number of images per step, see `batches`
@@ -60,11 +62,10 @@ class LocalTrainer:
         captured = captures_steps(settings.cuda_graphs, settings.optimizer.values, (method, *regularizer.terms), device)
         trained = [method.named_tensors[name] for name in method.trainable]
         optimizer = settings.optimizer.instantiate(trained, **({"fused": True} if captured else {}))
-        base_lrs = tuple(group["lr"] for group in optimizer.param_groups)
         return cls(
             augment=augment,
             optimizer=optimizer,
-            base_lrs=base_lrs,
+            base_options=options_of(optimizer),
             regularizer=regularizer,
             epochs=settings.epochs,
             batch_size=settings.batch_size,
@@ -74,25 +75,38 @@ class LocalTrainer:
             graphs=CudaGraphCache(optimizer, required=bool(settings.cuda_graphs)) if captured else None,
         )
 
+    @property
+    def parts(self) -> tuple[object, ...]:
+        """Return the objects besides the method that training calls, which may be of users' classes."""
+        return *self.regularizer.terms, self.optimizer, self.augment
+
     def autocast(self, device: torch.device) -> torch.autocast:
         """Return the autocast context of forward passes."""
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
 
     def reset_optimizer(self, *, lr_factor: float) -> None:
-        """Reset the optimizer's state, and set its learning rates."""
-        lrs = [lr * lr_factor for lr in self.base_lrs]
+        """Reset the optimizer's state and options, in which some keep state, too, and set its learning rates."""
+        lrs = [options["lr"] * lr_factor for options in self.base_options]
         if self.graphs is not None:
             self.graphs.reset_optimizer(lrs)
             return
         self.optimizer.state.clear()
-        for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
-            group["lr"] = lr
+        for group, options, lr in zip(self.optimizer.param_groups, self.base_options, lrs, strict=True):
+            weights = group["params"]
+            group.clear()
+            group.update(copy.deepcopy(options), params=weights, lr=lr)
 
     def free_training_memory(self) -> None:
         """Free the gradients and the optimizer's state, whose memory CUDA graphs use again."""
         if self.graphs is None:
             self.optimizer.zero_grad(set_to_none=True)
             self.optimizer.state.clear()
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    """Return copies of the options of the optimizer's groups, without their weights."""
+    groups = optimizer.param_groups
+    return tuple(copy.deepcopy({key: group[key] for key in group if key != "params"}) for group in groups)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fedssl.regularizers.base import Regularizer
-from fedssl.training import LocalTrainer
+from fedssl.training import LocalTrainer, options_of
 from fedssl.views import Views
 
 
@@ -40,7 +40,7 @@ def local_training(
     return LocalTrainer(
         augment=AtOnce(augment),
         optimizer=optimizer,
-        base_lrs=tuple(group["lr"] for group in optimizer.param_groups),
+        base_options=options_of(optimizer),
         regularizer=regularizer or Regularizer(),
         epochs=epochs,
         batch_size=batch_size,

@@ -108,7 +108,9 @@ class _PillowPages(Pages):
         image: Any = self._image  # only some formats have frames
         if image.format == "TIFF":
             return len(self._numbers)
-        return int(image.n_frames) if image.format in SEVERAL else 1
+        count = int(image.n_frames) if image.format in SEVERAL else 1
+        check_count(count)
+        return count
 
     @cached_property
     def _numbers(self) -> list[int]:

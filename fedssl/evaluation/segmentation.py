@@ -166,7 +166,7 @@ def _open_mask(source: Any, decoding: Decoding) -> Image.Image:
                 raise InputError("it is a JPEG, whose compression changes class numbers; save masks as PNG")
             elif page.mode not in _MODES:
                 raise InputError(f"it has mode {page.mode}, but pixels are class numbers; save gray values")
-            elif page.mode != "1" and is_min_is_white(page):
+            elif is_min_is_white(page):  # also of one bit: it is tifffile's default, with 1 for True
                 raise InputError("white is 0 in this TIFF, whose class numbers programs invert or not; save it as PNG")
             else:
                 white = white_of_file(page)

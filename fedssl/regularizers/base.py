@@ -76,7 +76,7 @@ class CombinedRegularizer(Regularizer):
 
     @property
     def terms(self) -> Sequence[Regularizer]:
-        return self._terms
+        return [term for both in self._terms for term in both.terms]
 
     def on_train_start(self, method: SSLMethod) -> None:
         for term in self._terms:

@@ -67,7 +67,7 @@ class Calibration(Mod):
         rows = server_indices(len(images), share=settings.share, seed=seed, min_images=method.min_batch_size)
         self._rows = torch.from_numpy(rows)
         self._training = replace(training, regularizer=Regularizer(), epochs=settings.epochs)
-        self._unsaved = UnsavedState(method)
+        self._unsaved = UnsavedState(method, *self._training.parts)
 
     @classmethod
     def make(cls, context: RunContext) -> "Calibration | None":

@@ -50,6 +50,18 @@ def test_the_learning_rate_is_the_first_times_a_factor():
         assert not optimizer.state
 
 
+def test_options_in_which_an_optimizer_keeps_state_are_reset():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.4)  # Prodigy and timm's LAMB keep numbers there
+    optimizer.param_groups[0]["k"] = [0]
+    training = local_training(optimizer)
+    group = optimizer.param_groups[0]
+    for _ in range(2):
+        group["k"][0], group["momentum"], group["d"] = 5, 0.5, 2.0
+        training.reset_optimizer(lr_factor=0.5)
+    assert optimizer.param_groups[0] is group
+    assert (group["k"], group["momentum"], group["lr"], "d" in group) == ([0], 0, 0.2, False)
+
+
 NONE = Regularizer()
 
 

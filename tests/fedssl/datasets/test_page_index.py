@@ -3,6 +3,7 @@
 import errno
 import shutil
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,27 @@ def test_all_pages_are_images(images, storage, tmp_path, monkeypatch):
     first = read(images, "first", storage=storage, cache=str(tmp_path / "cache"))
     assert np.array_equal(first.images[:].numpy()[:, 0], STACK[[0, 5, 0]])
     assert "2 of a sample of 3 images have several pages or frames, and only the first is used" in first.warnings[0]
+
+
+@pytest.mark.parametrize("ending", ["gif", "webp", "avif"])
+def test_frames_of_animations_are_images(tmp_path, ending):
+    frames = [Image.fromarray(np.full((8, 8, 3), value, np.uint8)) for value in (0, 100, 200)]
+    for name in ("a", "b"):
+        frames[0].save(tmp_path / f"{name}.{ending}", save_all=True, append_images=frames[1:])
+    frames[1].save(tmp_path / f"c.{ending}")
+    made = read(tmp_path, "all", channels=3, folders="none")
+    found = made.images[:].flatten(1).float().mean(dim=1)
+    assert torch.allclose(found, torch.tensor([0.0, 100, 200, 0, 100, 200, 100]), atol=2)
+    (warning,) = read(tmp_path, "auto", channels=3, folders="none").warnings
+    assert warning.startswith("2 of a sample of 3 images have several pages or frames, and only the first is used")
+
+
+def test_files_of_one_frame_can_be_bands(tmp_path):
+    for scene, band in product(("x", "y"), range(3)):
+        (tmp_path / scene).mkdir(exist_ok=True)
+        Image.fromarray(np.full((8, 8), 50 * band, np.uint8)).save(tmp_path / scene / f"band{band}.webp", lossless=True)
+    made = read(tmp_path, "channels", channels=3, folders="none")
+    assert made.images[:][:, :, 0, 0].tolist() == [[0, 50, 100]] * 2
 
 
 def test_files_that_a_table_names_have_pages(images, tmp_path):

@@ -164,6 +164,24 @@ def test_keys_with_dots_and_images_of_other_formats(tmp_path: Path) -> None:
     assert first_pixels(read(tmp_path).images) == list(range(1, 102))
 
 
+@pytest.mark.parametrize("key", ["scan.{:04d}", "p{}_1.5mm"])  # one key up to the first dot; as many as samples
+def test_samples_whose_keys_have_dots_keep_their_labels(tmp_path: Path, key: str) -> None:
+    made = {key.format(number): number for number in range(1, 13)}
+    images = {f"{name}.png": png(make_image(number)) for name, number in made.items()}
+    texts = {f"{name}.cls": b"%d" % (number % 2) for name, number in made.items()}
+    shard(tmp_path / "train.tar", images | texts)
+    data = read(tmp_path)
+    assert first_pixels(data.images) == list(range(1, 13))
+    assert data.labels.tolist() == [1, 0] * 6
+
+
+def test_several_images_of_a_sample_are_columns(tmp_path: Path) -> None:
+    names = [f"{number:03d}.{part}" for number in range(3) for part in ("left.png", "right.png", "left.txt")]
+    shard(tmp_path / "train.tar", {name: png(make_image(7)) for name in names})
+    with pytest.raises(InputError, match=r"several columns of images \(left\.png, right\.png\)"):
+        read(tmp_path)
+
+
 def test_malicious_members_are_harmless(tmp_path: Path) -> None:
     (tmp_path / "secret.png").write_bytes(png(make_image(9)))
     file = tmp_path / "data" / "train.tar"

@@ -198,13 +198,13 @@ def test_masks_are_turned_upright(orientation: int, expected: list[list[int]]):
     np.testing.assert_array_equal(np.asarray(found), expected)
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "uint16"])
 def test_tiff_masks_with_inverted_gray_are_refused(dtype: str):
-    content = tiff(np.array([[0, 1], [2, 3]], dtype), photometric="miniswhite")
+    content = tiff(np.array([[0, 1], [2, 3]]).astype(dtype), photometric="miniswhite")
     with pytest.raises(InputError, match="white is 0 in this TIFF"):
         _open_mask({"bytes": content}, Decoding(channels=3, size=2))
-    bits = np.array([[False, True]])  # black is 0 for every program
-    content = tiff(~bits, photometric="miniswhite")
+    bits = np.array([[False, True]])
+    content = tiff(bits, photometric="minisblack")
     np.testing.assert_array_equal(np.asarray(_open_mask({"bytes": content}, Decoding(channels=3, size=2))), bits)
 
 

@@ -9,6 +9,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from fedssl.augmentation import Augmentation
 from fedssl.config.component import Component
 from fedssl.encoders.factory import ConvSmall, conv_small
 from fedssl.errors import InputError
@@ -106,6 +107,47 @@ def test_a_regularizer_begins_with_the_first_attributes(tmp_path) -> None:
         regularizer = f"regularizer._target_={__name__}.{target}"
         run([*words("fedssl.methods.simclr.SimCLR", tmp_path / target), regularizer])
     assert model_bits(tmp_path / "Growing") == model_bits(tmp_path / "TidyGrowing")
+
+
+class Adapting(torch.optim.SGD):
+    """SGD with state in the options of its groups, as Prodigy, and in an attribute, beginning with a momentum."""
+
+    firsts = ()
+
+    def __init__(self, params, **options) -> None:
+        super().__init__(params, **options)
+        self.param_groups[0]["k"], self.factors = 0, []
+
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        if not self.state:  # the first step of a training
+            self.firsts.append((group["k"], "d" in group, len(self.factors)))
+        group["k"], group["d"] = group["k"] + 1, 0.5
+        self.factors.append(group["lr"])
+        return super().step(closure)
+
+
+class Numbering(Augmentation):
+    """Views with a counter."""
+
+    firsts, number = (), 0
+
+    def apply(self, images, params, *, layout):
+        self.firsts.append(self.number)
+        self.number += 1
+        return super().apply(images, params, layout=layout)
+
+
+@pytest.mark.parametrize("others", [[], ["calibration=auxiliary"]])
+def test_optimizer_and_augmentation_begin_with_the_first_values(monkeypatch, tmp_path, others) -> None:
+    monkeypatch.setattr(Adapting, "firsts", [])
+    monkeypatch.setattr(Numbering, "firsts", [])
+    own = [f"optimizer._target_={__name__}.Adapting", f"augmentation._target_={__name__}.Numbering"]
+    run([*words("fedssl.methods.simclr.SimCLR", tmp_path), *own, *others])
+    trainings = 4 + 2 * bool(others)  # two clients and the server, in two rounds
+    assert Adapting.firsts == [(0, False, 0)] * trainings
+    assert Numbering.firsts.count(0) == trainings
+    assert max(Numbering.firsts) > 0
 
 
 class Head(nn.Module):

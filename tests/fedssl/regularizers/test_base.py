@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fedssl.config.load import compose
 from fedssl.errors import InputError
-from fedssl.regularizers.base import Regularizer
+from fedssl.regularizers.base import CombinedRegularizer, Regularizer
 from fedssl.regularizers.decorr import Decorrelation, feature_decorrelation
 from fedssl.regularizers.fur import FUR, tangent_swd, uot_uniformity
 from tests.cases import some
@@ -35,6 +35,11 @@ def test_degenerate_batches_have_finite_gradients(batch, dtype):
         assert value.dtype == torch.float32
         assert value.isfinite()
         assert gradient.isfinite().all()
+
+
+def test_the_terms_of_sums_of_sums_are_listed() -> None:
+    terms = [Regularizer(), FUR(), Regularizer()]
+    assert CombinedRegularizer(terms[0], CombinedRegularizer(*terms[1:])).terms == terms
 
 
 def choice(*overrides: str) -> Regularizer:
