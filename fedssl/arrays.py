@@ -28,7 +28,8 @@ from fedssl.low_rank_products import NO_PAIRS, FactorPairs, LowRank, deviation_p
 
 Layers = dict[str, np.ndarray]
 
-STATISTICS = ("running_mean", "running_var")
+VARIANCE = "running_var"  # ends the names of running variances
+STATISTICS = ("running_mean", VARIANCE)
 
 BLAS_ROW = 1 << 10  # numbers in one BLAS product
 

@@ -17,7 +17,7 @@ _REMEDIES = {
     errno.EISDIR: "give the path of a file",
     errno.EEXIST: "remove it, or choose another path",
     errno.ELOOP: "its links lead to each other; remove one of them",
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions, or choose another path"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions, or choose another path or user"),
     errno.EROFS: "choose a path on a disk that can be written",
     errno.EMFILE: "raise the number of open files, e.g. with `ulimit -n 4096`",
     errno.ENFILE: "end programs with many open files",

@@ -21,7 +21,7 @@ from typing import IO, Any
 import yaml
 
 from fedssl.digests import checksum
-from fedssl.errors import InputError, reason_of, sanitize
+from fedssl.errors import InputError, error_of_path, reason_of, sanitize
 
 FilePath = str | Path
 
@@ -84,7 +84,8 @@ def read_text(file: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str | None:
     except UnicodeDecodeError as error:
         raise corrupt_file_error(file, "it is not UTF-8 text") from error
     except (OSError, ValueError) as error:  # ValueError: a name may contain a null character
-        raise corrupt_file_error(file, reason_of(error)) from error
+        denied = error_of_path(error) if isinstance(error, PermissionError) else None
+        raise denied or corrupt_file_error(file, reason_of(error)) from error
 
 
 def checksum_line(text: str) -> str:

@@ -174,7 +174,7 @@ def build_components(settings: Settings, clients: ClientDirectory, *, reads_imag
         trains_new_devices=trains_new_devices,
         client_flops=no_flops if costs is None else costs.client_flops,
     )
-    check_federation(federation)
+    check_federation(federation, runs_here=reads_images)
     return RunComponents(
         federation=federation,
         client_data=client_data,
@@ -185,13 +185,14 @@ def build_components(settings: Settings, clients: ClientDirectory, *, reads_imag
     )
 
 
-def check_federation(federation: Federation) -> None:
+def check_federation(federation: Federation, *, runs_here: bool) -> None:
     """Raise `InputError` for an exchange that rules refuse, and for models that do not fit into memory or on disk."""
     if federation.round_rules:
         Round(federation.without_training(), ServerState())
     layers = exchanged_layers(federation.context.method)
-    check_updates_fit(federation, layers)
-    if federation.settings.recording.resumed is None:  # else models are on the disk already
+    if runs_here:
+        check_updates_fit(federation, layers)
+    if runs_here and federation.settings.recording.resumed is None:  # else models are on the disk already
         check_models_fit(federation, layers)
 
 

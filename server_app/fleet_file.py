@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fedssl.atomic_files import write_text
-from fedssl.config.load import DEVICE_NUMBERS_FILE
+from fedssl.config.saved_run import DEVICE_NUMBERS_FILE
 from fedssl.runs.run import FLEET_FILE
 from fedssl.safe_io import corrupt_file_error, read_yaml
 from server_app.nodes import ClientDirectory

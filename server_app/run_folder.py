@@ -10,8 +10,15 @@ from typing import Any
 from fedssl.arrays import Layers
 from fedssl.atomic_files import reject_symlinks, remove_partial_files, round_file, write_text
 from fedssl.base_layers import layers_digest, save_base
-from fedssl.config.load import DEVICE_NUMBERS_FILE, IMAGES_FILE
-from fedssl.config.saved_run import BASE_FOLDER, INITIAL_ENCODER_FILE, read_settings, resume_command, save_run
+from fedssl.config.load import IMAGES_FILE
+from fedssl.config.saved_run import (
+    BASE_FOLDER,
+    DEVICE_NUMBERS_FILE,
+    INITIAL_ENCODER_FILE,
+    read_settings,
+    resume_command,
+    save_run,
+)
 from fedssl.config.settings import RecordingSettings
 from fedssl.errors import InputError, RunError
 from fedssl.locks import PROBE_SECONDS, lock

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from flwr.app import Message
 
-from fedssl.arrays import Cosines, GlobalLayers, Layers
+from fedssl.arrays import VARIANCE, Cosines, GlobalLayers, Layers
 from fedssl.errors import InputError
 from fedssl.wire.messages import NUM_EXAMPLES, SECONDS, TRAIN_LOSS, ClientUpdate, parse_model_index
 from fedssl.wire.records import EXACT, Codec
 
 # Ranges of metrics. Losses of methods and regularizers are far smaller.
 METRIC_RANGES = {TRAIN_LOSS: (-1e6, 1e6), SECONDS: (0.0, 1e7)}
+
+MAX_COUNT = 2**53  # of integer layers
 
 NO_ARRAYS = GlobalLayers({})
 
@@ -80,8 +82,10 @@ class UpdateValidator:
             if offender is not None:
                 raise InvalidUpdate(f"layer {offender} has values that are not finite, or far too large")
         for name, array in update.layers.items():
-            if name.endswith("running_var") and array.size and array.min() < 0:
+            if name.endswith(VARIANCE) and array.size and array.min() < 0:
                 raise InvalidUpdate(f"layer {name} has a negative variance")
+            if array.dtype.kind in "iu" and array.size and not -MAX_COUNT <= array.min() <= array.max() <= MAX_COUNT:
+                raise InvalidUpdate(f"layer {name} has integers beyond {MAX_COUNT}, of which no mean is exact")
         return cosines
 
     def _check_metrics(self, update: ClientUpdate) -> None:

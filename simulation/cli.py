@@ -4,6 +4,7 @@ The command line has Hydra's syntax. Exit status: 0 if all runs finished, 1 if a
 128 + the number of a signal, e.g. 130 after Ctrl-C.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,7 +87,8 @@ def _run_single(overrides: Sequence[str]) -> None:
     for override in parse(overrides):
         if override.key_or_group in ("hydra.run.dir", "hydra.sweep.dir"):
             raise InputError(f"{override.input_line} is for sweeps; set output_dir=FOLDER for a single run")
-        if override.key_or_group == "resume" and (user_path(str(override.value())) / STATE_FILE).exists():
+        state = user_path(str(override.value())) / STATE_FILE
+        if override.key_or_group == "resume" and os.path.exists(state):  # noqa: PTH110 - pathlib's raises without permission
             raise InputError(f"{override.input_line} is the folder of a sweep; add -m")
     try:
         run(overrides)

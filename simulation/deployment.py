@@ -5,6 +5,7 @@ working directory.
 """
 
 import math
+import os
 import shlex
 import time
 from collections.abc import Sequence
@@ -17,12 +18,13 @@ import httpx
 from fedssl.config.literal import shell_command
 from fedssl.config.overrides import by_key, quote_value
 from fedssl.config.settings import EngineSettings, Settings
-from fedssl.errors import InputError, RunError
+from fedssl.errors import InputError, RunError, reason_of
 from fedssl.fleet import control_internals
+from fedssl.fleet.certificates import check_chain, read_authority
 from fedssl.fleet.control import control_api
 from fedssl.logs import log
 from fedssl.runs.run_report import parse_report
-from fedssl.safe_io import sanitize_line
+from fedssl.safe_io import MAX_TEXT_BYTES, read_bytes, sanitize_line
 from fedssl.wire.device import unmet_requirements
 
 APP = Path(__file__).resolve().parents[1]
@@ -70,6 +72,7 @@ def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> Path 
     unmet = unmet_requirements(APP)
     if unmet:
         raise InputError(f"{unmet}; install them with uv pip install --editable {APP}, and restart the SuperLink")
+    _check_signer(engine)
     # Absolute, because the ServerApp has another working directory.
     files = [f"engine.{name}={quote_value(file)}" for name in FILES if (file := getattr(engine, name))]
     overrides = list(by_key([*overrides, *files]).values())
@@ -89,6 +92,24 @@ def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> Path 
         print(f"the run folder is {folder}{where}", flush=True)
     _raise_on_failure(status, run)
     return folder if is_here else None
+
+
+def _check_signer(engine: EngineSettings) -> None:
+    """Raise `InputError` if devices would refuse the encoder, by the files that are on this machine."""
+    certificate, authority = engine.signing_certificate, engine.root_certificates
+    if not (certificate and authority and os.path.exists(certificate)):  # noqa: PTH110 - the folder may be closed
+        return
+    try:
+        signers = read_authority("engine.root_certificates", Path(authority))
+        check_chain(read_bytes(certificate, max_bytes=MAX_TEXT_BYTES), signers)
+    except PermissionError:  # of another user of the SuperLink's machine
+        return
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"engine.signing_certificate={certificate} is not from the authority of devices, "
+            f"engine.root_certificates={authority} ({reason_of(error)}); give a file with the server's certificate, "
+            "followed by those of intermediate authorities"
+        ) from error
 
 
 class _Run:
@@ -180,7 +201,7 @@ def _raise_on_failure(status: control_internals.RunStatus, run: _Run) -> None:
         return
     if run.error:
         raise InputError(run.error)
-    reason = sanitize_line(status.details, max_chars=1000) or "no reason was given"
+    reason = sanitize_line(status.details.partition("; continue with ")[0], max_chars=1000) or "no reason was given"
     outcome = "was stopped" if status.sub_status == "stopped" else f"failed: {reason.rstrip('.')}"
     raise RunError(f"run {run.id} {outcome}; continue with {run.resume_command}")
 

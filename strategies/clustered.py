@@ -22,6 +22,7 @@ from strategies.loss_weighted import LossWeighted
 from strategies.m_dawa import MDAWA
 from strategies.robust import Median
 
+NUM_IMAGES = 512  # default of ``num_images``
 WEIGHTED_RULES: Mapping[str, Callable[..., FedSSLStrategy]] = {"fedavg": FedAvg, "l_dawa": LDAWA}
 UNWEIGHTED_RULES: Mapping[str, Callable[..., FedSSLStrategy]] = {
     "eua": EUA,
@@ -51,10 +52,17 @@ class Clustered(FedSSLStrategy):
         assign_by: str = "loss",
         rule: str = "fedavg",
         weighting: str | None = None,
-        num_images: int = 512,
+        num_images: int = NUM_IMAGES,
         cluster_round: int = 1,
     ) -> None:
         base = base_strategy_of(rule, weighting)
+        others = (cluster_round, 1) if assign_by == "loss" else (num_images, NUM_IMAGES)
+        if others[0] != others[1]:
+            name = "cluster_round" if assign_by == "loss" else "num_images"
+            raise InputError(
+                f"strategy.{name}={others[0]} has no effect on strategy.assign_by={assign_by}; leave it out, or set "
+                f"strategy.assign_by={'update_cosine' if assign_by == 'loss' else 'loss'}"
+            )
         if clusters == 1:
             super().__init__(base)
         elif assign_by == "update_cosine":

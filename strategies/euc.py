@@ -28,6 +28,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from fedssl.arrays import CACHE_TILE, Cosines, GlobalLayers, Layers, is_weight
+from fedssl.logs import log
 from fedssl.methods.base import SSLMethod
 from fedssl.model_arrays import clone_tensors, exchanged_names, load_and_start_round, local_names
 from fedssl.rules import Problem
@@ -220,6 +221,14 @@ class EUCServer(ServerStrategy):
                 "never receive its changes of these; set calibration=none, or strategy.interval=1"
             )
         return None
+
+    def prepare(self, context: RunContext) -> None:
+        super().prepare(context)
+        if 1 < self.interval >= context.settings.rounds:
+            log.warning(
+                "strategy.interval=%d has no effect in rounds=%d, in which all layers are averaged; set a smaller one",
+                *(self.interval, context.settings.rounds),
+            )
 
     def describe_communication(self, usual: CommunicationSummary) -> CommunicationSummary:
         usual = super().describe_communication(usual)

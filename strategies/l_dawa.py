@@ -35,6 +35,7 @@ from fedssl.model_arrays import global_layers as global_layers_of
 from fedssl.wire.messages import ClientUpdate, TrainPlan
 from strategies.aggregate import aggregate, as_reference
 from strategies.base import ClientStrategy, FedSSLStrategy, ServerStrategy
+from strategies.run_context import RunContext
 from strategies.types import GLOBAL, AggregatedModel, Aggregator, CommunicationSummary
 from strategies.weighted_sum import WeightedSum
 
@@ -98,6 +99,14 @@ class LDAWAServer(ServerStrategy):
         super().__init__(make_aggregator)
         check_arguments("strategy", warmup_rounds=rounds)
         self.rounds, self._can_normalize = rounds, can_normalize
+
+    def prepare(self, context: RunContext) -> None:
+        super().prepare(context)
+        if self.rounds >= context.settings.rounds:
+            log.warning(
+                "strategy.warmup_rounds=%d are all rounds=%d, which are federated averaging: set fewer, or more rounds",
+                *(self.rounds, context.settings.rounds),
+            )
 
     def aggregator(self, round: int, name: str = GLOBAL) -> Aggregator:
         return WeightedSum(weighting="examples") if round <= self.rounds else super().aggregator(round)

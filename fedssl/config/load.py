@@ -13,6 +13,7 @@ from fedssl.config.constraints import constraint_of
 from fedssl.config.literal import absolute_path, user_path
 from fedssl.config.overrides import CONF, by_key, key_and_group, parse, partition_by_key, quote_value
 from fedssl.config.saved_run import (
+    DEVICE_NUMBERS_FILE,
     check_saved_overrides,
     read_overrides,
     read_settings,
@@ -30,7 +31,6 @@ from fedssl.logs import log
 from fedssl.plain_values import diff, flatten, plain_values
 from fedssl.safe_io import load_plain_yaml
 
-DEVICE_NUMBERS_FILE = "devices.json"  # in the run folder: client ids of edge clients by name
 IMAGES_FILE = "images.txt"  # in the run folder: number, size and digest of the clients' image files
 _RUN_KEYS = {"resume", "output_dir", "run_id"}
 
@@ -106,7 +106,8 @@ def load_settings(overrides: Sequence[str]) -> Settings:
         and not _is_same_path(key, *values)
     }
     if changed:
-        listed = shortened((f"{key}={old} (now {new})" for key, (old, new) in changed.items()), maximum=8)
+        texts = ((key, *("null" if value is None else value for value in values)) for key, values in changed.items())
+        listed = shortened((f"{key}={old} (now {new})" for key, old, new in texts), maximum=8)
         raise InputError(f"resume={folder} was run with {listed}; keep the settings, or start a new run")
     if config.threads != saved["threads"]:
         log.warning(

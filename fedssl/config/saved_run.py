@@ -4,6 +4,7 @@ A folder may select installed choices by name. Settings that point outside the f
 interpolations, paths, clusters) are accepted only if the user's own overrides repeat them.
 """
 
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
@@ -22,6 +23,7 @@ from fedssl.errors import InputError, sanitize, shortened
 from fedssl.plain_values import RUN_KEYS, flatten, plain_values
 from fedssl.safe_io import checksum_line, corrupt_file_error, read_yaml
 
+DEVICE_NUMBERS_FILE = "devices.json"  # in the run folder: client ids of edge clients by name
 BASE_FOLDER = "base"  # beside the folder of the client states: base layers, see `fedssl.base_layers`
 INITIAL_ENCODER_FILE = "initial_encoder.pt"  # in the folder of a run with encoder.weights, from which it is resumed
 
@@ -63,8 +65,13 @@ def check_saved_overrides(overrides: Sequence[str], file: Path) -> None:
 
 
 def resume_command(folder: Path) -> str:
-    """Return the shell command that continues the user's own run."""
-    return shell_command(resume_overrides(folder))
+    """Return the shell command that continues the user's own run; that of Flower for devices of its federation."""
+    overrides = resume_overrides(folder)
+    command = shell_command(overrides)
+    if (folder / DEVICE_NUMBERS_FILE).exists() and "engine=deployment" not in overrides:  # `flwr run` started it
+        run_config = f'overrides="{command.partition(" ")[2]}"'
+        return f"flwr run . FEDERATION --stream --run-config {shlex.quote(run_config)}"
+    return command
 
 
 def resume_overrides(folder: Path) -> list[str]:

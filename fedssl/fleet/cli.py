@@ -24,6 +24,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,18 +168,36 @@ def watch(options: argparse.Namespace) -> str:
 
 
 def _view(options: argparse.Namespace, thresholds: Thresholds) -> FleetView:
-    """Return the current view. A SuperLink that does not answer is an alert, since it may restart."""
+    """Return the current view. A SuperLink that does not answer is an alert, since it may restart.
+
+    What the run folder has stays in the view: a counter that fell to 0 would count again.
+    """
     now = datetime.datetime.now().astimezone()
     run = options.run if options.run and (options.run / FLEET_FILE).exists() else None  # it may start later
+    rows, alerts, has_answered = list[dict[str, Any]](), list[str](), True
     try:
-        return make_view(_rows(options, run), run, thresholds, now)
+        rows = _registered(options)
     except InputError as error:
-        return FleetView(time=now, devices=(), alerts=[str(error)])
+        has_answered, thresholds = False, Thresholds(min_megabytes=thresholds.min_megabytes)
+        alerts.append(str(error))
+    try:
+        view = make_view(_with_reports(rows, run), run, thresholds, now)
+    except InputError as error:
+        view = FleetView(time=now, devices=rows, alerts=[str(error)], round=None)
+    return replace(view, alerts=[*alerts, *view.alerts], has_answered=has_answered)
 
 
 def _rows(options: argparse.Namespace, run: Path | None) -> list[dict[str, Any]]:
+    return _with_reports(_registered(options), run)
+
+
+def _registered(options: argparse.Namespace) -> list[dict[str, Any]]:
     with _control(options) as control:
-        rows = registered_devices(control)
+        return registered_devices(control)
+
+
+def _with_reports(rows: list[dict[str, Any]], run: Path | None) -> list[dict[str, Any]]:
+    """Return the rows with what the run recorded of each device."""
     if run:
         reports, activities, rejected = read_reports(run)
         for row in rows:

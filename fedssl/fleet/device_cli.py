@@ -35,6 +35,7 @@ from fedssl.fleet.device_files import (
     command,
     device_key,
     installed_kit,
+    read_config,
     read_device,
     read_environment,
     read_owner_config,
@@ -109,10 +110,16 @@ def status(options: argparse.Namespace) -> int:
     environment = read_environment(folder)
     os.environ.update({name: value for name, value in environment.items() if name.lower() in PROXY_VARIABLES})
     states, limits = _states(folder, device), _limits_file(folder)
-    checks = list(run_checks(installed_kit(folder, device), Path(device["images"]), states))
+    device["server"] = environment.get("SUPERLINK", device["server"])  # which the SuperNode uses
+    checks = list(run_checks(installed_kit(folder, device), _images(folder, device), states))
     _warn_of_readers(folder / KEY)
     print(f"{_checks(checks)}\n\n{_shared(limits)}\n\n{_budgets(limits, states)}\n\n{_history(states)}")
     return 0 if all(check.passed for check in checks) else 1
+
+
+def _images(folder: Path, device: Mapping[str, Any]) -> Path:
+    """Return the folder of the images, which the owner may have changed."""
+    return user_path(str(read_config(folder).get("data-path", device["images"]))).absolute()
 
 
 def _states(folder: Path, device: Mapping[str, Any]) -> Path:
@@ -207,7 +214,7 @@ def quality(options: argparse.Namespace) -> int:
     device = read_device(folder)
     rows = [("run", "round", *METRICS)]
     for file, fields in _delivered(_states(folder, device)):
-        values = encoder_quality(file, Path(device["images"]), folders=_config_dirs(folder))
+        values = encoder_quality(file, _images(folder, device), folders=_config_dirs(folder))
         rows.append((fields["run_id"], str(fields["round"]), *(f"{values[metric]:.3g}" for metric in METRICS)))
     print(_table(rows, left=1))
     print(

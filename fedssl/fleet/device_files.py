@@ -63,8 +63,8 @@ def device_key(kit: Kit, folder: Path) -> bytes:
     return own
 
 
-def read_owner_config(folder: Path) -> dict[str, Any]:
-    """Return the entries of ``NODE_CONFIG`` in ``node.env`` that `write_files` would not set; raises `InputError`."""
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the entries of ``NODE_CONFIG`` in ``node.env``, which the SuperNode uses; raises `InputError`."""
     file, line = folder / "node.env", read_environment(folder).get("NODE_CONFIG", "")
     try:
         config = tomllib.loads(_ENTRY.sub(r"\1 = \2\n", line))
@@ -72,6 +72,12 @@ def read_owner_config(folder: Path) -> dict[str, Any]:
             raise ValueError("a value is neither text nor a number, true or false")
     except ValueError as error:
         raise InputError(f"{file} has a NODE_CONFIG that is not valid ({error}); {_repair(file)}") from error
+    return config
+
+
+def read_owner_config(folder: Path) -> dict[str, Any]:
+    """Return the entries of `read_config` that `write_files` would not set."""
+    config = read_config(folder)
     defaults = {"state-path": str(folder / "states"), "limits": str(folder / "limits.yaml")}
     return {name: value for name, value in config.items() if name not in _FROM_SETUP and value != defaults.get(name)}
 

@@ -25,6 +25,7 @@ _METRICS = {  # description and type
     "round": ("Last round of the run.", "gauge"),
     "bytes_total": ("Bytes of messages of the run, by direction.", "counter"),
     "alerts": ("Number of active alerts.", "gauge"),
+    "superlink_up": ("Whether the SuperLink answers; without it, devices are unknown.", "gauge"),
 }
 
 
@@ -44,8 +45,9 @@ class FleetView:
     time: datetime.datetime
     devices: Sequence[Row]
     alerts: Sequence[str]
-    round: int = 0
-    bytes: Mapping[str, int] = field(default_factory=lambda: {"up": 0, "down": 0})
+    round: int | None = 0  # None if the run folder cannot be read
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    has_answered: bool = True  # the SuperLink
 
 
 def make_view(devices: Sequence[Row], run: Path | None, thresholds: Thresholds, now: datetime.datetime) -> FleetView:
@@ -127,12 +129,13 @@ def as_metrics(view: FleetView) -> str:
             "images": device.get("images"),
             "rounds_total": device.get("rounds"),
         }
-        labels = f'{{name={json.dumps(device["name"])},node="{device["node"]}"}}'
+        labels = f'{{name={json.dumps(device["name"], ensure_ascii=False)},node="{device["node"]}"}}'
         for name, value in values.items():
             samples[f"device_{name}"] += [f"{labels} {value}"] if value is not None else []
-    samples["round"].append(f" {view.round}")
+    samples["round"] += [] if view.round is None else [f" {view.round}"]
     samples["bytes_total"] += [f'{{direction="{direction}"}} {count}' for direction, count in view.bytes.items()]
     samples["alerts"].append(f" {len(view.alerts)}")
+    samples["superlink_up"].append(f" {int(view.has_answered)}")
     lines = []
     for name, (description, kind) in _METRICS.items():
         lines += [f"# HELP fedssl_{name} {description}", f"# TYPE fedssl_{name} {kind}"]

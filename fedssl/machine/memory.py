@@ -55,8 +55,18 @@ def available_memory(*, reusable: int = 0) -> int | None:
     except OSError:
         return None
     free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    free += _available_in_cgroups()
+    free += [*_available_in_cgroups(), *_available_by_ulimit()]
     return max(0, min(free)) + reusable if free else None
+
+
+def _available_by_ulimit() -> Iterator[int]:
+    """Yield what ``ulimit -v`` or systemd's ``LimitAS`` leaves to this process, if there is such a limit."""
+    import resource  # here: Windows has none
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        yield limit - pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _available_in_cgroups() -> Iterator[int]:

@@ -57,8 +57,8 @@ def paired_table(runs: Sequence[Run], reference: str) -> TextTable:
         for index, paired in found.items():
             settings = [text_cell(pairs[index][0].settings.get(name, "")) for name in keys]
             rows.append([*settings, text_cell(name), *_cells(compared[str(index)], len(paired), unit)])
-        if found:
-            spread, seeds = median(row.spread for row in compared.values()), median_low(map(len, found.values()))
+        if spreads := [row.spread for row in compared.values() if row.varies]:
+            spread, seeds = median(spreads), median_low(map(len, found.values()))
             points = " points" * (unit in IN_PERCENT)
             notes.append(f"{name}: {detectable(spread, seeds=seeds):.2g}{points} with {seeds} seeds")
     if not rows:
@@ -72,12 +72,13 @@ def paired_table(runs: Sequence[Run], reference: str) -> TextTable:
     if missing := len(pairs) - len(compared_rows):
         remarks.append(f"{missing} of {len(pairs)} rows have no reference with two seeds in common")
     detected = f"differences that are detected with probability {POWER:g}, at the median deviation:"
+    about = {f"differences from {reference}, paired by seed:": [meaning, *remarks]}
     return TextTable(
         "Differences",
         [*keys, "result", *_COLUMNS],
         rows,
         left=len(keys) + 1,
-        notes={f"differences from {reference}, paired by seed:": [meaning, *remarks], detected: notes},
+        notes=about | ({detected: notes} if notes else {}),
         csv_header=[*keys, "result", *_CSV],
     )
 
@@ -131,12 +132,14 @@ def _paired(group: RunGroup, base: RunGroup, name: str) -> list[float]:
 
 
 def _cells(row: Difference, seeds: int, unit: str) -> list[TableCell]:
-    form, needed = (".1f", seeds_for(row.spread)) if unit in IN_PERCENT else (".3g", None)  # a point of percentages
-    mean, low, high = (float(f"{value:{form}}") + 0.0 for value in (row.mean, row.low, row.high))  # + 0.0: no -0.0
+    form = ".1f" if unit in IN_PERCENT else ".3g"
+    needed = seeds_for(row.spread) if unit in IN_PERCENT and row.varies else None  # for a point of percentages
+    mean = float(f"{row.mean:{form}}") + 0.0  # no -0.0
+    ends = (row.low, row.high) if row.varies else (None, None)
     return [
         TableCell(str(seeds), numbers=(seeds,)),
         TableCell(f"{mean:+{form}} ± {row.spread:{form}}", numbers=(row.mean, row.spread)),
-        TableCell(f"{low:+{form}} to {high:+{form}}", numbers=(row.low, row.high)),
+        TableCell(f"{row.low:+{form}} to {row.high:+{form}}" if row.varies else "-", numbers=ends),
         TableCell(f"{row.p:.3f}", numbers=(row.p,)),
         TableCell(f"{round(row.effect, 1) + 0.0:+.1f}" if seeds > 2 else "-", numbers=(row.effect,)),
         TableCell("-" if needed is None else str(needed), numbers=(needed,)),

@@ -28,6 +28,11 @@ class Difference:
     p: float  # of the two-sided paired t-test, after Holm's correction
     effect: float  # Hedges' g: mean / spread, corrected for the bias of few seeds; 0 for two seeds
 
+    @property
+    def varies(self) -> bool:
+        """Whether the differences have a spread, above that of rounding; without one, nothing follows from it."""
+        return _is_above_rounding(self.spread, self.mean)
+
 
 def compare(paired: Values) -> dict[str, Difference]:
     """Compare differences, at least two per row, with 0. Holm's correction is over all rows."""
@@ -57,8 +62,11 @@ def p_value(row: Sequence[float]) -> float:
 
 
 def _varies(row: Sequence[float]) -> bool:
-    """Return whether differences have a spread, above that of rounding."""
-    return stdev(row) > 1e-9 * abs(mean(row))
+    return _is_above_rounding(stdev(row), mean(row))
+
+
+def _is_above_rounding(spread: float, center: float) -> bool:
+    return spread > 1e-9 * abs(center)
 
 
 def interval(row: Sequence[float]) -> tuple[float, float]:

@@ -16,7 +16,7 @@ import numpy as np
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, EllipticCurvePublicKey
 
-from fedssl.arrays import Layers
+from fedssl.arrays import VARIANCE, Layers
 from fedssl.secure_aggregation.flower_internals import bytes_to_private_key, bytes_to_public_key, public_key_to_bytes
 
 SECAGG_CONFIG_KEY = "secaggplus_configs"  # Flower's name of the record with the stages of the protocol
@@ -76,10 +76,11 @@ def delta_of(layers: Layers, start: Layers) -> np.ndarray:
 
 
 def apply_delta(layers: Layers, delta: np.ndarray) -> Layers:
-    """Add a `delta_of` to the layers, without counters."""
+    """Add a `delta_of` to the layers, without counters. Variances below 0, from rounding to steps, become 0."""
     applied, start = dict(layers), 0
     for name in summed_names(layers):
         array = layers[name]
         part = delta[start : start + array.size].reshape(array.shape)
-        applied[name], start = (array + part).astype(array.dtype), start + array.size
+        changed = (array + part).astype(array.dtype)
+        applied[name], start = np.maximum(changed, 0) if name.endswith(VARIANCE) else changed, start + array.size
     return applied

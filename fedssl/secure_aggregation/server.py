@@ -80,6 +80,7 @@ class SecureMean:
 
     graph: SharingGraph
     delta: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    mean_weight: float = 1.0  # of the clients, relative to the largest possible one
     nodes: list[int] = field(default_factory=list)
     dropped: dict[int, str] = field(default_factory=dict)
     unused_shares: dict[int, str] = field(default_factory=dict)  # reasons of clients that are in the sum
@@ -168,6 +169,7 @@ class _Round:
             self._remove_masks(sharing, alive)
             result.phases[UNMASK].invalid = len(result.unused_shares)
         result.nodes = sorted(alive)
+        result.mean_weight = int(self._total[0]) / (len(alive) * TARGET_RANGE)
         result.delta = dequantized_mean(
             self._total[1:],
             clients=len(alive),

@@ -27,6 +27,7 @@ from fedssl.secure_aggregation.protocol import (
     MAX_CLIENTS,
     MAX_WEIGHT,
     MIN_CLIENTS,
+    TARGET_RANGE,
     UNIFORM_WEIGHT,
     apply_delta,
     summed_size,
@@ -45,6 +46,7 @@ from strategies.types import GLOBAL, Aggregator
 from strategies.weighted_sum import PartialSum, WeightedSum
 
 SETTING = "secure_aggregation=secagg_plus"
+MIN_MEAN_WEIGHT = 1 / 64  # of clients, relative to the largest: with the default range, steps of 2.4e-4
 GUARANTEE = "secure_aggregation"  # key of what it guarantees, in the lines of rounds and in the summary
 
 
@@ -67,7 +69,7 @@ class SecureExchange(WallClockExchange):
         self, grid: Grid, settings: SecureAggregationSettings, *, on_activity: ActivityHook = no_activity
     ) -> None:
         super().__init__(grid, on_activity=on_activity)
-        self._settings = settings
+        self._settings, self._has_warned = settings, False
 
     @classmethod
     def of(cls, grid: Grid, settings: Settings, *, on_activity: ActivityHook) -> "SecureExchange | None":
@@ -91,6 +93,7 @@ class SecureExchange(WallClockExchange):
         except TooFewParticipants as reason:
             by_client = {sent.clients[node]: problem for node, problem in reason.dropped.items()}
             raise TooFewUpdatesError(f"round {sent.round}: {reason}", dropped=by_client) from reason
+        self._warn_of_steps(self._mean.mean_weight)
         layers = apply_delta(start.layers, self._mean.delta)
         for node, problem in self._mean.unused_shares.items():
             log.warning("round %d: the shares of client %d are not used: %s", sent.round, sent.clients[node], problem)
@@ -117,6 +120,17 @@ class SecureExchange(WallClockExchange):
         }
         clients = [replace(row, bytes_down=self._bytes_down[row.client]) for row in result.clients]
         return replace(result, clients=clients)
+
+    def _warn_of_steps(self, mean_weight: float) -> None:
+        """Log once if clients have far less than the largest weight: updates are rounded to steps of that."""
+        if mean_weight < MIN_MEAN_WEIGHT and not self._has_warned:
+            self._has_warned = True
+            step = 2 * self._settings.clipping_range / (TARGET_RANGE * mean_weight)
+            log.warning(
+                "clients have %.0f images on average, far fewer than secure_aggregation.max_weight=%d, so that changes "
+                "of weights are rounded to multiples of %.1g; set it to the number of images of the largest client",
+                *(mean_weight * self._max_weight, self._max_weight, step),
+            )
 
 
 def weights_by_examples(aggregator: Aggregator) -> bool:

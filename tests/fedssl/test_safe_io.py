@@ -203,3 +203,14 @@ def test_a_file_is_synced_before_it_has_its_name(tmp_path, monkeypatch):
     )
     atomic_write(tmp_path / "x", lambda stream: steps.append("written"))
     assert steps == ["written", str(tmp_path / f".x.{os.getpid()}.partial"), str(tmp_path)]
+
+
+def test_a_file_of_another_user_is_not_called_damaged(monkeypatch, tmp_path):
+    def closed(file, *arguments):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr("os.open", closed)
+    with pytest.raises(
+        InputError, match=r"file cannot be used \(Permission denied\); change its permissions, or choose"
+    ):
+        read_text(tmp_path / "file")

@@ -1,5 +1,7 @@
 """Which updates are no honest client's, by how far they moved and by their statistics."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
@@ -20,6 +22,22 @@ def test_no_variance_is_negative():
     check([0.0, 1.0])
     with pytest.raises(InvalidUpdate, match="layer bn.running_var has a negative variance"):
         check([1.0, -0.001])
+
+
+@pytest.mark.parametrize(("value", "is_valid"), [(2**53, True), (2**53 + 1, False), (-(2**63), False)])
+def test_integer_layers_have_an_exact_mean(value, is_valid):
+    layers = {"bn.num_batches_tracked": np.array(value)}
+    update = ClientUpdate(layers=layers, partition_id=0, plan_id=(1, "x"))
+    with (
+        nullcontext() if is_valid else pytest.raises(InvalidUpdate, match="bn.num_batches_tracked has integers beyond")
+    ):
+        update_validator().check(update, round=1, expected=GlobalLayers({"bn.num_batches_tracked": np.array(0)}))
+
+
+def test_a_remedy_for_a_few_updates_too_few():
+    result = RoundResult(2, clients=[None], dropped={1: "it is offline"})
+    assert result.too_few(2, needed=2).endswith("; a larger aggregation.max_retries repeats it with other clients")
+    assert result.too_few(2, needed=1) is None
 
 
 def test_a_message_lists_few_of_thousands_of_clients():

@@ -15,6 +15,7 @@ from fedssl.config.settings import EngineSettings
 from fedssl.errors import InputError, RunError
 from simulation import deployment
 from simulation.run import run
+from tests.fedssl.fleet.test_certificates import AUTHORITY, FIRST, ROOT, SERVER, issued
 from tests.flower import free_port
 
 
@@ -84,6 +85,33 @@ def test_valid_settings_for_devices_are_accepted(overrides, monkeypatch):
     monkeypatch.setattr(TaskIdentity, "_run_id", None)  # as in a new process
     overrides = ["engine=deployment", "strategy=fedavg", "aggregation.max_norm_ratio=null", *overrides]
     deployment.validate(load_settings(overrides))
+
+
+def test_memory_and_disk_are_those_of_the_other_machine(monkeypatch):
+    monkeypatch.setattr("server_app.update_memory.available_memory", lambda: 10)
+    monkeypatch.setattr("server_app.update_memory.memory_budget", lambda: 10)
+    monkeypatch.setattr("server_app.update_memory._usable_disk", lambda folder: 1 / 0)
+    settings = compose(["engine=deployment", "strategy=krum", "num_clients=50", "dataset.size=16"])
+    deployment.validate(settings)
+
+
+@pytest.mark.parametrize("is_of_authority", [True, False])
+def test_a_signature_that_devices_refuse_is_refused_before_the_run(tmp_path, monkeypatch, is_of_authority):
+    submitted = []
+    monkeypatch.setattr(deployment, "control_api", lambda engine: submitted.append(engine) or 1 / 0)
+    authority = AUTHORITY if is_of_authority else issued("other", FIRST)
+    for name, content in (("server", issued("server", SERVER, by=(ROOT, "root"), ca=False)), ("ca", authority)):
+        (tmp_path / f"{name}.crt").write_bytes(content)
+    engine = EngineSettings(
+        name="deployment",
+        root_certificates=str(tmp_path / "ca.crt"),
+        signing_certificate=str(tmp_path / "server.crt"),
+        signing_key="/not/here",
+    )
+    error, sentence = (ZeroDivisionError, "") if is_of_authority else (InputError, "CN=root signed it, which the auth")
+    with pytest.raises(error, match=sentence):
+        deployment.run_deployment([], engine=engine)
+    assert len(submitted) == is_of_authority
 
 
 def test_an_environment_that_is_older_than_the_code_is_rejected(tmp_path, monkeypatch):

@@ -158,6 +158,14 @@ def test_a_model_per_client_equals_local_training(tmp_path):
             "strategy.rule=m_dawa has no weighting",
         ),
         (
+            ["strategy=clustered", "strategy.cluster_round=2"],
+            "cluster_round=2 has no effect on strategy.assign_by=loss",
+        ),
+        (
+            [*ONE_SHOT, "strategy.num_images=7"],
+            "strategy.num_images=7 has no effect on strategy.assign_by=update_cosine",
+        ),
+        (
             [*ONE_SHOT, "strategy.cluster_round=30"],
             "strategy.cluster_round=30 is the round in which clients are sorted, and there are",
         ),

@@ -317,6 +317,13 @@ def test_settings_are_refused_with_the_reason():
     check_rules([EUC().problem], run_context(Toy(), num_clients=10, clients_per_round=2))
 
 
+@pytest.mark.parametrize(("interval", "warns"), [(1, False), (2, False), (3, True)])
+def test_an_interval_without_effect_is_a_warning(caplog, interval, warns):
+    context = run_context(Toy(), num_clients=4, clients_per_round=2, rounds=3)
+    EUC(interval=interval).server.prepare(context)
+    assert ("strategy.interval=3 has no effect in rounds=3" in caplog.text) == warns
+
+
 @pytest.mark.parametrize("schedule", ["end_to_end", "layer_wise"])
 def test_changes_of_a_calibration_would_be_lost(tmp_path, schedule):
     run = ["strategy=euc", f"schedule={schedule}", "rounds=4", "calibration=auxiliary"]

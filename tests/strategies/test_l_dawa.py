@@ -11,6 +11,7 @@ from strategies.l_dawa import LDAWA, l_dawa
 from strategies.loss_weighted import loss_weighted
 from strategies.m_dawa import m_dawa
 from strategies.types import AggregatedModel, GlobalModel
+from tests.contexts import run_context
 from tests.strategies.made import CLIENTS, DELTA, GLOBAL, update
 
 
@@ -64,6 +65,12 @@ def test_buffers_and_counters_by_hand():
         clients[1] = update(1, clients[1].layers, num_examples=n)
         counter = fedavg(start, clients)["bn.num_batches_tracked"]
         assert (counter, counter.dtype, counter.shape) == (expected, start["bn.num_batches_tracked"].dtype, ())
+
+
+@pytest.mark.parametrize(("warmup", "warns"), [(2, False), (3, True)])
+def test_a_run_of_warm_up_alone_is_a_warning(caplog, warmup, warns):
+    LDAWA(warmup_rounds=warmup).server.prepare(run_context(None, rounds=3))
+    assert ("strategy.warmup_rounds=3 are all rounds=3, which are federated averaging" in caplog.text) == warns
 
 
 def test_a_warning_once_if_a_kernel_shrinks(caplog):

@@ -1,11 +1,15 @@
 """What a run folder says of its settings is proven before it is used."""
 
+import shlex
+
 import pytest
+from flwr.common.config import parse_config_args
 from omegaconf import OmegaConf
 
 from fedssl.config.load import compose
 from fedssl.config.saved_run import check_saved_overrides, read_settings, resume_command
 from fedssl.errors import InputError
+from server_app.app import overrides_of
 
 GOOD = OmegaConf.to_yaml(compose(["seed=3"]).recording.config)
 
@@ -96,6 +100,13 @@ def test_the_resuming_command_repeats_what_folders_may_not_set(tmp_path):
     fleet = ["engine=deployment", "engine.signing_key=/a.key", "engine.root_certificates=/ca.crt"]
     (folder / "overrides.yaml").write_text(f"[seed=3, {', '.join(fleet)}]")
     assert resume_command(folder) == f"fedssl {' '.join(fleet)} 'resume={folder}'"
+    (folder / "devices.json").write_text("{}")
+    assert resume_command(folder) == f"fedssl {' '.join(fleet)} 'resume={folder}'"
+    (folder / "overrides.yaml").write_text("[seed=3]")  # of `flwr run`
+    words = shlex.split(resume_command(folder))
+    assert words[:-1] == ["flwr", "run", ".", "FEDERATION", "--stream", "--run-config"]
+    assert overrides_of(parse_config_args([words[-1]])) == [f"resume={folder}"]
+    (folder / "devices.json").unlink()
     (folder / "overrides.yaml").write_text("[seed=")
     assert resume_command(folder) == f"fedssl 'resume={folder}'"
 

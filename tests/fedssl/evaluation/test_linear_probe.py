@@ -5,6 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy.special import logsumexp
+from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
@@ -32,6 +34,23 @@ def test_softmax_regression_equals_scikit_learn(n: int, l2: float):
     reference.fit(x.double().numpy(), data.train_labels.numpy())
     result = torch.addmm(bias, x_test, weight).softmax(1).double().numpy()
     np.testing.assert_allclose(result, reference.predict_proba(x_test.double().numpy()), atol=5e-3)
+
+
+@pytest.mark.parametrize("n", [50, 140, 300])
+def test_the_optimum_of_separable_classes_is_reached(n: int):
+    digits = load_digits()
+    x, _ = standardize(*[torch.from_numpy(digits.data[:n]).float()] * 2)
+    labels = digits.target[:n]
+    weight, bias = softmax_regression(x, torch.from_numpy(labels), num_classes=10, l2=1e-4)
+    reference = LogisticRegression(C=1 / (n * 1e-4), tol=1e-10, max_iter=20_000).fit(x.double().numpy(), labels)
+
+    def objective(w: np.ndarray, b: np.ndarray) -> float:
+        logits = x.double().numpy() @ w + b
+        losses = logsumexp(logits, axis=1) - logits[np.arange(n), labels]
+        return losses.mean() + 1e-4 / 2 * np.square(w).sum()
+
+    least = objective(reference.coef_.T, reference.intercept_)
+    assert objective(weight.double().numpy(), bias.double().numpy()) == pytest.approx(least, rel=1e-4)
 
 
 def test_linear_probe_equals_scikit_learn():

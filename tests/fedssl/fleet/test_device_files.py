@@ -92,6 +92,18 @@ def test_the_status_reads_the_limits_of_the_owner(setup, device, folder, tmp_pat
     assert "In the last 24 hours: 0 of 3 rounds" in device("status", f"folder={folder}")[1]
 
 
+def test_the_status_checks_what_the_supernode_uses(setup, device, folder, images, server, tmp_path):
+    setup()
+    file = folder / "node.env"
+    text = file.read_text()
+    file.write_text(text.replace(str(images), str(tmp_path / "unmounted")))
+    status, found = device("status", f"folder={folder}")
+    assert (status, f"{tmp_path / 'unmounted'} is not a folder" in found) == (1, True), found
+    file.write_text(text.replace(server, "127.0.0.1:1"))
+    status, found = device("status", f"folder={folder}")
+    assert (status, "127.0.0.1:1" in found) == (1, True), found
+
+
 def test_a_repeated_setup_keeps_what_the_owner_added(setup, folder, tmp_path):
     assert "kept" not in setup()[1]
     default = node_config(folder)

@@ -80,7 +80,7 @@ def test_the_lines_of_a_metric_stand_together(run):
     """The text format requires it: parsers lose the types of metrics otherwise."""
     groups = as_metrics(view(run)).split("# HELP ")[1:]
     names = [group.split(" ", 1)[0] for group in groups]
-    assert len({*names}) == len(names) == 8
+    assert len({*names}) == len(names) == 9
     for name, group in zip(names, groups, strict=True):
         _, kind, *samples = group.splitlines()
         assert kind.startswith(f"# TYPE {name} ")
@@ -149,5 +149,22 @@ def test_impossible_options_are_refused(operator, option, sentence):
 
 def test_a_superlink_that_does_not_answer_is_an_alert(tmp_path):
     options = argparse.Namespace(run=tmp_path, address=f"127.0.0.1:{free_port()}", certificates=None)
-    (alert,) = cli._view(options, Thresholds()).alerts
+    (alert,) = cli._view(options, Thresholds(min_devices=1)).alerts
     assert alert.startswith("no SuperLink answers")
+
+
+def test_counters_stay_while_the_superlink_does_not_answer(run, monkeypatch):
+    """Prometheus counts again from a counter that has fallen to 0."""
+    (run / "fleet.json").write_text('{"devices": {}}')
+    (run / "devices.json").write_text("{}")
+    (run / "clients.jsonl").write_text("")
+    options = argparse.Namespace(run=run, address=f"127.0.0.1:{free_port()}", certificates=None)
+    metrics = as_metrics(cli._view(options, Thresholds())).splitlines()
+    assert {'fedssl_bytes_total{direction="up"} 200', "fedssl_round 2", "fedssl_superlink_up 0"} <= {*metrics}
+    monkeypatch.setattr(cli, "_registered", lambda options: [{**DEVICES[0], "name": "Gewächshaus"}])
+    metrics = as_metrics(cli._view(options, Thresholds())).splitlines()
+    assert {'fedssl_device_online{name="Gewächshaus",node="5"} 1', "fedssl_superlink_up 1"} <= {*metrics}
+    (run / "metrics.jsonl").write_text("damaged\n\n")
+    unknown = cli._view(options, Thresholds())
+    assert "metrics.jsonl" in unknown.alerts[0]
+    assert not [line for line in as_metrics(unknown).splitlines() if line.startswith(("fedssl_bytes", "fedssl_round "))]

@@ -87,6 +87,13 @@ def test_a_limit_of_the_kernel():
     assert 100 * 10**6 < int(done.stdout) < 200 * 10**6
 
 
+def test_a_limit_of_addresses_counts():
+    code = "from fedssl.machine.memory import available_memory; print(available_memory())"
+    command = ["bash", "-c", 'ulimit -v 2000000; exec "$@"', "bash", sys.executable, "-c", code]
+    found = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert 10**8 < found < 2_000_000 * 1024
+
+
 def test_memory_that_the_process_has_kept_is_available():
     assert available_memory(reusable=2**50) > 2**50
     memory._first_private_memory.cache_clear()

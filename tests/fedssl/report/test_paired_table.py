@@ -1,11 +1,13 @@
 """Differences paired by seed: which runs are compared, and the numbers of the table."""
 
 import json
+import math
 from pathlib import Path
 
 import pandas
 import pytest
 
+from fedssl.report.significance import detectable
 from tests.fedssl.report.test_cli import job
 from tests.runs import change_summary, read_summary
 
@@ -51,6 +53,22 @@ def test_results_without_percent_keep_their_digits_and_have_no_points(runs: Path
     command(runs, "--reference", "strategy=fedavg", "--metrics", "regression_r2", "--out", tmp_path / "table.csv")
     table = pandas.read_csv(tmp_path / "table.csv")
     assert table["seeds_for_1_point"].isna().all()
+
+
+@pytest.mark.parametrize(("difference", "printed"), [(0.0, "+0.0 ± 0.0"), (-0.01, "-1.0 ± 0.0")])
+def test_equal_differences_have_no_interval_and_no_power(tmp_path: Path, command, difference, printed):
+    for seed in range(2):
+        job(tmp_path / f"fedavg{seed}", "fedavg", seed, knn=0.4)
+        job(tmp_path / f"eua{seed}", "eua", seed, knn=0.4 + difference)
+    _, out, _ = command(tmp_path, "--reference", "strategy=fedavg")
+    row = next(line for line in out.splitlines() if line.startswith("eua"))
+    assert row.split(maxsplit=3)[3].split("  ")[0] == printed
+    assert row.split()[6:] == ["-", "1.000" if difference == 0 else "0.500", "-", "-"]  # p of the sign test
+    assert "are detected with probability" not in out
+    for seed in range(2):
+        job(tmp_path / f"krum{seed}", "krum", seed, knn=0.4 + 0.01 * seed)
+    _, out, _ = command(tmp_path, "--reference", "strategy=fedavg")
+    assert f"knn: {detectable(math.sqrt(0.5), seeds=2):.2g} points with 2 seeds" in out  # of krum alone: 0 and 1
 
 
 def test_a_difference_that_rounds_to_zero_has_no_minus(tmp_path: Path, command):

@@ -1,6 +1,7 @@
 """Run folders: who holds them, and which there are."""
 
 import fcntl
+import os
 from pathlib import Path
 from typing import TextIO
 
@@ -41,3 +42,22 @@ def test_links_to_runs_are_followed_once(tmp_path: Path):
     (disk / "study" / "above").symlink_to(runs)
     (runs / "broken").symlink_to(tmp_path / "nowhere")
     assert run_folders(runs) == [runs / "b", runs / "study" / "0", runs / "study" / "1"]
+
+
+def test_folders_of_another_user_are_named(monkeypatch, tmp_path, caplog):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "closed").mkdir()
+    original = os.scandir
+
+    def scandir(path):
+        if str(path) in closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path)
+
+    monkeypatch.setattr("os.scandir", scandir)
+    closed = {str(tmp_path / "closed")}
+    assert run_folders(tmp_path) == []
+    assert f"{tmp_path / 'closed'} is left out (Permission denied)" in caplog.text
+    closed = {str(tmp_path)}
+    with pytest.raises(PermissionError):
+        run_folders(tmp_path)

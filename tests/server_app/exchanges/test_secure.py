@@ -10,6 +10,7 @@ import pytest
 from fedssl.config.load import compose
 from fedssl.errors import InputError, RunError
 from fedssl.secure_aggregation import client as client_side
+from fedssl.secure_aggregation.protocol import apply_delta
 from server_app.build import build_run
 from server_app.exchanges.secure import RUN_RULES, SecureExchange, sums_are_revealed_once
 from server_app.exchanges.wall_clock import WallClockExchange
@@ -43,6 +44,24 @@ def test_the_sum_is_the_plain_one_within_a_step(tmp_path):
     assert all(row.cosine == {} and row.loss is None and row.examples is None for row in secure.report.clients)
     # Masked numbers are whole, of 4 to 8 bytes, so more travels up than down.
     assert all(row.bytes_up > 4 * sum(array.size for array in plain.layers.values()) for row in secure.report.clients)
+
+
+def test_a_variance_that_rounding_makes_negative_is_zero():
+    layers = {"bn.running_mean": np.zeros(2), "bn.running_var": np.array([1e-8, 1.0])}
+    applied = apply_delta(layers, np.array([-1.0, -2.0, -4e-5, 0.5]))
+    assert {name: layer.tolist() for name, layer in applied.items()} == {
+        "bn.running_mean": [-1, -2],
+        "bn.running_var": [0, 1.5],
+    }
+
+
+@pytest.mark.parametrize(("largest", "warns"), [(500, False), (10_000, True)])
+def test_a_largest_weight_far_above_the_others_is_a_warning(tmp_path, caplog, largest, warns):
+    """Clients have 15 images: steps of 2 * 8 / 2^22 * 10,000 / 15 = 0.0025, and 15 / 500 is above 1 / 64."""
+    own = ["strategy=fedavg", "secure_aggregation=secagg_plus", f"secure_aggregation.max_weight={largest}"]
+    Federation(tmp_path, *SMALL, *own).run(2)
+    assert caplog.text.count("far fewer than secure_aggregation.max_weight=10000") == warns
+    assert ("rounded to multiples of 0.003" in caplog.text) == warns
 
 
 @pytest.mark.heavy
