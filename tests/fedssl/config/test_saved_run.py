@@ -105,7 +105,7 @@ def test_the_resuming_command_repeats_what_folders_may_not_set(tmp_path):
     (folder / "overrides.yaml").write_text("[seed=3]")  # of `flwr run`
     words = shlex.split(resume_command(folder))
     assert words[:-1] == ["flwr", "run", ".", "FEDERATION", "--stream", "--run-config"]
-    assert overrides_of(parse_config_args([words[-1]])) == [f"resume={folder}"]
+    assert overrides_of(parse_config_args([words[-1]])) == [f"resume='{folder}'"]
     (folder / "devices.json").unlink()
     (folder / "overrides.yaml").write_text("[seed=")
     assert resume_command(folder) == f"fedssl 'resume={folder}'"
