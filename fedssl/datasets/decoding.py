@@ -50,7 +50,7 @@ MAX_PIXELS = 50_000_000  # per image, default of dataset.max_pixels
 _BYTES_PER_PIXEL = 16  # in memory: the decoded image, and a turned, a converted and an opaque copy
 _SAMPLE = 16  # images whose dtypes are compared, at equal distances
 THREADS = 8  # maximum number of decoding threads
-VERSION = 10  # of decoded pixels and cache files; increase it if the same images give other pixels
+VERSION = 11  # of decoded pixels and cache files; increase it if the same images give other pixels
 
 register_formats()
 

@@ -4,6 +4,7 @@ Gray values are those after the modality transformation (rescale slope and inter
 F, or in mode L if they have 8 bits and no transformation. ``info`` has:
 
 - ``window``: the lowest and the highest value of the file's first window (VOI), if it has one, see PS3.3 C.11.2.1.2;
+- ``sigmoid``: whether that window is one of a sigmoid (C.11.2.1.3.1);
 - ``range``: otherwise, the lowest and the highest value that its bits can hold;
 - ``white_is_zero``: whether the file has MONOCHROME1, for mode F. In mode L white is 255;
 - ``modality``: the kind of device, such as CT, for warnings;
@@ -40,7 +41,7 @@ from fedssl.datasets.dicom_checks import check_run_lengths, check_segments, code
 from fedssl.datasets.dicom_values import PADDING, TABLES, eight_bits, is_beside_image, limits_of, transforms, values_of
 from fedssl.datasets.formats import DICOM_DECODERS, DICOM_MAGIC, DICOM_PREAMBLE
 from fedssl.datasets.pages import Successive, check_count
-from fedssl.datasets.pixels import MODALITY, RASTER, WHITE_IS_ZERO
+from fedssl.datasets.pixels import FILE_WINDOW, MODALITY, RASTER, SIGMOID, WHITE_IS_ZERO
 from fedssl.datasets.raster import Raster
 from fedssl.safe_io import sanitize_line
 
@@ -112,6 +113,7 @@ class DicomImageFile(ImageFile.ImageFile):
             raise ValueError(f"its values of black and white would be {low:g} and {high:g}")
         if self._mode == "F":
             self.info[name] = low, high
+            self.info[SIGMOID] = name == FILE_WINDOW and dataset.get("VOILUTFunction") == SIGMOID.upper()
 
     def seek(self, frame: int) -> None:
         """Go to a frame; an `EOFError` if there is none with this number."""

@@ -210,7 +210,10 @@ def stacked(pages: Pages, first: int, depth: int, settings: PixelSettings, *, ma
         layers.append(layer[..., None] if layer.ndim == 2 else layer)
         rasters.append(raster)
     pairs = list(zip(rasters, layers, strict=True))
-    scales = {(raster.white_is_zero, layer.dtype, None if is_set else raster.limits) for raster, layer in pairs}
+    scales = {
+        (raster.white_is_zero, raster.is_sigmoid, layer.dtype, None if is_set else raster.limits)
+        for raster, layer in pairs
+    }
     if len(scales) == 1:
         values = np.concatenate(layers, axis=2)
         return replace(rasters[-1], shape=values.shape, load=lambda: values)

@@ -16,6 +16,7 @@ NO_DATA = 42113  # tag of GDAL
 _PALETTE = 3  # photometric interpretation of TIFF
 # Keys of `info` of DICOM files, see `fedssl.datasets.dicom`.
 FILE_WINDOW, BIT_RANGE, WHITE_IS_ZERO, RASTER, MODALITY = "window", "range", "white_is_zero", "raster", "modality"
+SIGMOID = "sigmoid"
 FILE_BITS = "bits"  # key of AVIF and HEIC
 _MAXIMUM = 2**16 - 1  # of PGM
 _MODES = ("L", "LA", "RGB", "RGBA", "CMYK")  # with one byte per channel
@@ -61,6 +62,7 @@ def deep_raster(image: Image.Image) -> Raster | None:
         load=lambda: np.asarray(upright(image)),
         limits=limits if window is None else window,
         is_window=window is not None,
+        is_sigmoid=bool(image.info.get(SIGMOID)),
         is_wide=image.format == "DICOM",
         is_fixed=_states_maximum(image),
         white_is_zero=bool(image.info.get(WHITE_IS_ZERO)) or is_min_is_white(image),

@@ -60,6 +60,7 @@ class Raster:
     load: Callable[[], np.ndarray]  # returns the values, ``(height, width)`` or ``(height, width, channels)``
     limits: tuple[float, float] | None = None  # values of black and white by the image's format; None if it has none
     is_window: bool = False  # whether ``limits`` are a window of the file, beyond which there are values
+    is_sigmoid: bool = False  # whether that window is a sigmoid, which keeps values beyond it apart
     is_wide: bool = False  # whether the values of this format usually exceed the window that a user sets
     is_fixed: bool = False  # whether ``limits`` are the file's own maximum, which no setting replaces
     white_is_zero: bool = False  # whether black and white are interchanged
@@ -102,6 +103,8 @@ def scaled_values(raster: Raster, values: np.ndarray, settings: PixelSettings) -
     low, high = _checked_limits(raster, values, settings)
     wide = "float64" if values.dtype.itemsize > 2 and values.dtype != np.float32 else "float32"
     scaled = (values.astype(wide) - np.array(low, wide)) * np.array(1 / (high - low) if high > low else 0, wide)
+    if raster.is_sigmoid and (low, high) == raster.limits:  # 1 / (1 + exp(-4 (x - center) / width))
+        scaled = 1 / (1 + np.exp((2 - 4 * scaled).clip(-80, 80)))
     scaled = scaled.clip(0, 1).astype(np.float32, copy=False)
     if raster.white_is_zero:
         scaled = 1 - scaled

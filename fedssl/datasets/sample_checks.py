@@ -65,7 +65,10 @@ def range_warnings(sources: Iterable[Encoded], decoding: Decoding) -> tuple[str,
         deep += values
         num_read += 1
     found = f"{stacks} of a sample of {num_read} images have several pages or frames, and only the first is used"
-    lines: tuple[str, ...] = (f"{found}; set dataset.pages=all",) if stacks else ()
+    remedy = (
+        "write each to an image" if any(isinstance(source, bytes) for source in sample) else "set dataset.pages=all"
+    )
+    lines: tuple[str, ...] = (f"{found}; to use all, {remedy}",) if stacks else ()
     found = f"{reduced} of a sample of {num_read} images are AVIF or HEIC with more than 8 bits, of which 8 are used"
     lines += (f"{found}; save them as 16-bit PNG or TIFF to use all",) if reduced else ()
     return lines + _deep_warnings(deep, decoding)

@@ -5,6 +5,7 @@ from io import BytesIO
 import numpy as np
 import pytest
 from pydicom import dcmread
+from pydicom.pixels.processing import apply_voi_lut
 from pydicom.sequence import Sequence
 
 from fedssl.datasets.decoding import Decoding
@@ -62,6 +63,20 @@ def test_the_window_of_the_file(tags, window):
     middle = int(255.999 * (40 - window[0]) / (window[1] - window[0]))
     assert levels(content) == [[0, 0], [middle, 255]]
     assert levels(content, window=[-1000, 1000]) == [[0, 107], [133, 255]]  # 255.999 (x + 1000) / 2000
+
+
+@pytest.mark.parametrize("photometric", ["MONOCHROME1", "MONOCHROME2"])
+def test_a_sigmoid_window_equals_that_of_pydicom(photometric):
+    values = np.array([[0, 400], [1000, 4095]])  # black and white only far beyond the window from 200 to 1000
+    tags = {"WindowCenter": "600", "WindowWidth": "800", "PhotometricInterpretation": photometric}
+    content = make(values, VOILUTFunction="SIGMOID", **tags)
+    expected = apply_voi_lut(values, dcmread(BytesIO(content))) / 4095  # PS3.3 C.11.2.1.3.1
+    np.testing.assert_allclose(expected, 1 / (1 + np.exp(-4 * (values - 600) / 800)), rtol=1e-6)
+    expected = 1 - expected if photometric == "MONOCHROME1" else expected
+    found = Decoding(channels=1, size=2, dtype="float32")(content)
+    np.testing.assert_allclose(found[0], expected, atol=1e-6)
+    set_by_user = levels(content, window=[0, 4095])  # then it is linear
+    assert set_by_user == levels(make(values, PhotometricInterpretation=photometric), window=[0, 4095])
 
 
 def test_the_window_of_fractions():

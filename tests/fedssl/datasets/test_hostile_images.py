@@ -86,9 +86,12 @@ def test_malicious_images_are_left_out(folder, monkeypatch):
     assert time.monotonic() - start < 20
     assert len(result.images) == len(HARMLESS)
     assert (result.images[:].int() - 7).abs().max() <= 2
-    notice, dark = result.warnings
+    notice, frames, dark = result.warnings
     assert notice.startswith(f"{len(HARMFUL)} of {len(HARMFUL) + len(HARMLESS)} images cannot be read, the rest is ")
     assert f"and {len(HARMFUL) - 5} more" in notice
+    assert frames.startswith(
+        "2 of a sample of 8 images have several pages or frames, and only the first is used; to use"
+    )
     assert "1 images with more than 8 bits are 1,801 to 1,801 of 0 to 65,535" in dark  # sixteen.png: 7 * 256 + 9
 
 
@@ -102,6 +105,7 @@ def test_malicious_images_in_parquet_files_are_left_out(tmp_path):
     assert result.labels.tolist() == list(kept)
     assert result.warnings[0].startswith(f"{len(harmful) + 1} of {len(rows)} images cannot be read, the rest is used: ")
     assert ".parquet[0]" in result.warnings[0]
+    assert result.warnings[1].endswith("only the first is used; to use all, write each to an image")
 
 
 def test_only_regular_files_are_opened(tmp_path):
