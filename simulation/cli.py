@@ -87,13 +87,16 @@ def _run_single(overrides: Sequence[str]) -> None:
     for override in parse(overrides):
         if override.key_or_group in ("hydra.run.dir", "hydra.sweep.dir"):
             raise InputError(f"{override.input_line} is for sweeps; set output_dir=FOLDER for a single run")
-        state = user_path(str(override.value())) / STATE_FILE
-        if override.key_or_group == "resume" and os.path.exists(state):  # noqa: PTH110 - pathlib's raises without permission
+        if override.key_or_group == "resume" and _has_sweep(user_path(str(override.value()))):
             raise InputError(f"{override.input_line} is the folder of a sweep; add -m")
     try:
         run(overrides)
     except BrokenPipeError as error:  # the run did not finish
         raise RunError("standard output was closed before the run had ended") from error
+
+
+def _has_sweep(folder: Path) -> bool:
+    return os.path.exists(folder / STATE_FILE)  # noqa: PTH110 - that of pathlib raises without permission
 
 
 def _run_sweep(overrides: Sequence[str]) -> int:
