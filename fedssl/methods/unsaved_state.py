@@ -26,6 +26,7 @@ _KNOWN: dict[type, set[str]] = {
     nn.Module: {*vars(nn.Module()), "_compiled_call_impl"},
     Encoder: {*vars(Encoder), *Encoder.__annotations__},
     SSLMethod: {*vars(SSLMethod), *SSLMethod.__annotations__},
+    torch.optim.Optimizer: {"state", "param_groups"},  # which `LocalTrainer` and CUDA graphs reset
 }
 _VALUES = (type(None), int, float, complex, str, bytes, tuple, np.generic)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
