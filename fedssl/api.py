@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
-from fedssl.command_line import RUN_MODULE, SERVER_MODULE, shown_error
+from fedssl.command_line import RUN_MODULE, SERVER_MODULE, check_packages, shown_error
 from fedssl.config.literal import user_path
 from fedssl.config.load import load_settings
 from fedssl.config.overrides import quote_value
@@ -78,6 +78,7 @@ def run(
     with _as_sentence():
         words = _words(overrides, path, config_dir, settings)
         with restored_process():
+            check_packages()  # a script may be called simulation.py
             simulation = import_module(RUN_MODULE)
             of_run = simulation.settings_of(words)  # before torch is imported, which is slow
             try:

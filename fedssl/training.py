@@ -244,7 +244,9 @@ def _step(method: SSLMethod, training: LocalTrainer, generator: torch.Generator,
         return loss.detach()
 
     if isinstance(optimizer, SeveralPasses):
-        loss = optimizer.compute_gradient(backward, list(method.buffers()))
+        own = [value for part in (*method.modules(), *regularizer.terms) for value in vars(part).values()]
+        generators = [generator, *(value for value in own if isinstance(value, torch.Generator))]
+        loss = optimizer.compute_gradient(backward, list(method.buffers()), generators)
     else:
         loss = backward()
     optimizer_step(optimizer)

@@ -106,7 +106,7 @@ def load_settings(overrides: Sequence[str]) -> Settings:
         and not _is_same_path(key, *values)
     }
     if changed:
-        texts = ((key, *("null" if value is None else value for value in values)) for key, values in changed.items())
+        texts = ((key, *map(_text, values)) for key, values in changed.items())
         listed = shortened((f"{key}={old} (now {new})" for key, old, new in texts), maximum=8)
         raise InputError(f"resume={folder} was run with {listed}; keep the settings, or start a new run")
     if config.threads != saved["threads"]:
@@ -117,6 +117,11 @@ def load_settings(overrides: Sequence[str]) -> Settings:
         )
     recorded = [*overrides, *(override for override in sources if override.partition("=")[0] not in merged)]
     return make_settings(config, choices, overrides=recorded, resumed=saved["rounds"])
+
+
+def _text(value: Any) -> str:
+    """Return a value as an override has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _is_same_path(key: str, old: Any, new: Any) -> bool:

@@ -40,12 +40,16 @@ def enqueue(queue: np.ndarray, newest: Sequence[np.ndarray]) -> np.ndarray:
     """Insert vectors at the front of a queue of unit vectors and drop the oldest from its end.
 
     ``queue`` is ``(dictionary_capacity, dim)``; rows of zeros are empty. ``newest`` are the vectors of each client,
-    ``(n, dim)``; normalized here, because clients are not trusted. Their rows of zeros are ignored.
+    ``(n, dim)``; normalized here, because clients are not trusted. Their rows of zeros are ignored. Of more vectors
+    than the queue has rows, those at equal distances are inserted, so that all clients have some.
     """
     rows = np.concatenate(newest).astype(np.float64)
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
     unit = (rows / np.where(norms > 0, norms, 1)).astype(queue.dtype)
-    return np.concatenate([unit[norms[:, 0] > 0], queue])[: len(queue)]
+    unit = unit[norms[:, 0] > 0]
+    if len(unit) > len(queue):
+        unit = unit[np.arange(len(queue)) * len(unit) // len(queue)]
+    return np.concatenate([unit, queue])[: len(queue)]
 
 
 class FedCA(ProjectorMethod):

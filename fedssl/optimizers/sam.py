@@ -45,9 +45,12 @@ class SAM(SeveralPasses, SGD):
             group["rho"] = rho
 
     @torch.no_grad()
-    def compute_gradient(self, backward: Callable[[], Tensor], buffers: Sequence[Tensor]) -> Tensor:
+    def compute_gradient(
+        self, backward: Callable[[], Tensor], buffers: Sequence[Tensor], generators: Sequence[torch.Generator] = ()
+    ) -> Tensor:
         rho = self.param_groups[0]["rho"]
         buffers_before = [buffer.clone() for buffer in buffers] if rho else []
+        states = [generator.get_state() for generator in generators] if rho else []
         with torch.enable_grad():
             loss = backward()
         weights = [weight for group in self.param_groups for weight in group["params"] if weight.grad is not None]
@@ -59,6 +62,8 @@ class SAM(SeveralPasses, SGD):
         scale = rho / (torch.stack(torch._foreach_norm(gradients)).norm() + 1e-12)
         torch._foreach_add_(weights, torch._foreach_mul(gradients, scale))
         _restore(buffers, buffers_before)  # a queue has not received these images yet
+        for generator, state in zip(generators, states, strict=True):  # the loss of the same random numbers
+            generator.set_state(state)
         with torch.enable_grad():
             backward()
         _restore(weights, kept)

@@ -19,7 +19,7 @@ from fedssl.encoders.tokens import interpolate_positions
 from fedssl.errors import InputError, sanitize
 from fedssl.logs import log_once
 from fedssl.pretrained.checkpoints import Checkpoint
-from fedssl.pretrained.names import Match, known_statistics, match_names
+from fedssl.pretrained.names import LIGHTLY_SEQUENCE, Match, known_statistics, match_names
 from fedssl.pretrained.sources import file_of, read_source
 
 POSITIONS = ("pos_embed", "encoder.pos_embedding")  # names of position embeddings: timm's, and torchvision's
@@ -33,6 +33,7 @@ _STATISTICS = "running_mean|running_var|num_batches_tracked"  # of batch normali
 _OF_TRANSFORMERS = ".attention.attention.query.weight"  # in names of the vision transformers of that library
 # Prefixes of MoCo v3 (https://github.com/facebookresearch/moco-v3), and the heads of its transformers by their width.
 _MOCO_V3 = re.compile(r"(.*\.)?(base|momentum)_encoder\.")
+_SMALL_KERNEL = 3  # of the first convolution for small images
 _MOCO_V3_HEADS = {384: 12, 768: 12, 1024: 16, 1280: 16}
 _SET_REGISTERS = "set encoder.registers to the number of register tokens of the weights"
 # Settings of this project's encoders to change, by how a tensor does not fit and by its name.
@@ -92,6 +93,7 @@ def load_pretrained(encoder: Encoder, source: str) -> str:
     tensors, adapted = _fit(encoder, template, checkpoint, match, source=source)
     encoder.load_state_dict({**template, **tensors})
     _check_heads(encoder, match, checkpoint.heads, source=source)
+    _warn_of_stem(match, tensors, source=source)
     changes = [f"{len(tensors)} tensors with {match.layout} and the prefix {match.prefix or 'none'}"]
     if match.alternatives:
         changes.append(f"not used: other networks with the same names ({_listed(match.alternatives)})")
@@ -122,6 +124,18 @@ def _check_heads(encoder: Encoder, match: Match, stated: int | None, *, source: 
             f"{expected} attention heads, and the encoder has {max(heads)}; set encoder.heads={expected} with "
             "encoder=vit_small or another one that has this setting",
         )
+
+
+def _warn_of_stem(match: Match, tensors: Mapping[str, Tensor], *, source: str) -> None:
+    """Warn of libraries whose ResNets begin in another way, which no tensor shows."""
+    kernel, found = tensors.get("conv1.weight"), ""
+    if match.layout == LIGHTLY_SEQUENCE:
+        found = "of a sequence of lightly's modules, which lacks the activation after bn1 that this encoder has"
+    elif match.prefix.endswith("backbone.") and kernel is not None and kernel.shape[-1] == _SMALL_KERNEL:
+        found = "of solo-learn, whose small stem pads images by 2 pixels, and that of this encoder by 1"
+    if found:
+        line = f"encoder.weights={source} has the names {found}"
+        log_once(logging.WARNING, f"{line}: its features differ from those of the source until it is trained further")
 
 
 def initial_statistics(source: str, *, channels: int) -> dict[str, tuple[float, ...]] | None:
@@ -167,6 +181,9 @@ def _fit(
         if fitting.shape != value.shape:
             kind = "positions" if name in POSITIONS else "channels"
             adapted.append(f"{kind} of {name} from {tuple(value.shape)} to {tuple(fitting.shape)}")
+            if kind == "channels" and value.shape[1] > (used := fitting.shape[1]) > 1:
+                line = f"encoder.weights={source} has {value.shape[1]} channels, of which the first {used} are used"
+                log_once(logging.WARNING, f"{line}; bring those of the images into the same order")
         if expected.is_floating_point() and not value.is_floating_point():
             integers.append(name)
         tensors[name] = fitting.to(expected.dtype)

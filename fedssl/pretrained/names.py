@@ -37,6 +37,7 @@ TO_TIMM_VIT = tuple(_substitution(ours, timm) for ours, timm in _VIT_NAMES)
 _FROM_TIMM_VIT = tuple(_substitution(timm, ours) for ours, timm in _VIT_NAMES)
 # A ResNet as a sequence of its children: torchvision's, and lightly's ``ResNetGenerator``, which has neither activation
 # nor pooling among them.
+LIGHTLY_SEQUENCE = "names of a sequence of lightly's modules"
 _SEQUENTIAL_RESNET = (
     (r"^0\.", "conv1."),
     (r"^1\.", "bn1."),
@@ -119,7 +120,7 @@ LAYOUTS: tuple[tuple[str, Sequence[tuple[str, str]] | None], ...] = (
     ("DINOv2's names", (*_DINOV2, *_FROM_TIMM_VIT)),
     ("torchvision's names", TO_TIMM_VIT),
     ("names of a sequence of torchvision's modules", _SEQUENTIAL_RESNET),
-    ("names of a sequence of lightly's modules", _LIGHTLY_RESNET),
+    (LIGHTLY_SEQUENCE, _LIGHTLY_RESNET),
     ("names of EfficientNet-PyTorch", None),  # github.com/lukemelas/EfficientNet-PyTorch
 )
 

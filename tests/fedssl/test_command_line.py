@@ -96,6 +96,13 @@ def test_a_package_of_the_user_that_hides_ours(tmp_path, monkeypatch, name):
         check_packages()
 
 
+def test_a_script_with_the_name_of_a_package_is_named(tmp_path):
+    (tmp_path / "simulation.py").write_text("import fedssl\nfedssl.run(num_clients=2)\n")
+    done = subprocess.run([sys.executable, "simulation.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert f"{tmp_path}/simulation.py is imported as simulation, a package of fedssl; rename it" in done.stderr
+    assert "not a package" not in done.stderr
+
+
 def test_a_backend_of_a_notebook_is_not_loaded(tmp_path):
     program = "import matplotlib\nprint(matplotlib.get_backend())"
     done = call(tmp_path, program, MPLBACKEND="module://matplotlib_inline.backend_none")

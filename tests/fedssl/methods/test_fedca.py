@@ -94,6 +94,12 @@ def test_the_queue_by_hand():
     np.testing.assert_array_equal(enqueue(second, [e]), e[:3])
 
 
+def test_all_clients_are_in_a_queue_that_is_too_short():
+    newest = [np.eye(4)[[client] * 3] for client in range(4)]  # 12 rows for 8
+    found = enqueue(np.zeros((8, 4)), newest).argmax(axis=1)
+    assert found.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]  # rows 0, 1, 3, 4, 6, 7, 9, 10
+
+
 def test_a_client_sends_its_first_projections():
     method = make_method(sent_per_round=5, dictionary_capacity=8)
     rows = torch.eye(4)

@@ -31,6 +31,33 @@ def test_a_step_by_hand():
     assert [weight.item() for weight in weights] == pytest.approx([2.67, 1.52])
 
 
+def test_both_passes_draw_the_same_numbers():
+    weight, generator, drawn = torch.ones(1, requires_grad=True), torch.Generator().manual_seed(0), []
+
+    def backward():
+        drawn.append(torch.rand((), generator=generator).item())
+        weight.grad = weight.detach() * drawn[-1]
+        return torch.ones(())
+
+    SAM([weight], lr=0.1, rho=0.5).compute_gradient(backward, [], [generator])
+    expected = torch.Generator().manual_seed(0)
+    assert drawn == [torch.rand((), generator=expected).item()] * 2
+    assert torch.equal(generator.get_state(), expected.get_state())  # as after one pass
+
+
+def test_generators_of_training_and_method_are_those_of_all_passes(tmp_path, monkeypatch):
+    found, original = [], SAM.compute_gradient
+
+    def compute_gradient(optimizer, backward, buffers, generators):
+        found.append(len({id(generator) for generator in generators}))
+        return original(optimizer, backward, buffers, generators)
+
+    monkeypatch.setattr(SAM, "compute_gradient", compute_gradient)
+    views = ["method=lejepa", "method.projector.hidden_dim=8", "method.projector.out_dim=4"]
+    Federation(tmp_path, "strategy=fedavg", "optimizer=sam", *views).run(1)
+    assert {*found} == {2}
+
+
 def test_without_a_radius_nothing_is_copied(monkeypatch):
     weight, buffer, loss = torch.ones(1, requires_grad=True), torch.zeros(1), torch.ones(())
     weight.grad = torch.ones(1)

@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from lightly.models import ResNetGenerator
 from timm.models import adapt_input_conv
 from torch import nn
 from torchvision import models
@@ -163,6 +164,44 @@ def test_the_attention_heads_of_moco_v3_are_compared(width, heads, warnings, tmp
     load_pretrained(build(heads=heads), save({"state_dict": module}, tmp_path))
     found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [" and the encoder has 6; set encoder.heads=12 " in line for line in found] == [True] * warnings
+
+
+def lightly_backbone() -> nn.Module:
+    network = ResNetGenerator("resnet-18")
+    return nn.Sequential(*list(network.children())[:-1], nn.AdaptiveAvgPool2d(1))
+
+
+def solo_backbone() -> nn.Module:
+    network = models.resnet18()
+    network.conv1, network.maxpool = nn.Conv2d(3, 64, 3, 1, padding=2, bias=False), nn.Identity()
+    network.fc = nn.Identity()
+    return network
+
+
+@pytest.mark.parametrize(
+    ("make", "warning", "change"),
+    [
+        (lightly_backbone, "lacks the activation after bn1", lambda ours: setattr(ours, "relu", nn.Identity())),
+        (solo_backbone, "pads images by 2 pixels", lambda ours: setattr(ours.conv1, "padding", (2, 2))),
+    ],
+)
+def test_stems_that_no_tensor_shows_are_a_warning(tmp_path, caplog, make, warning, change):
+    theirs, ours = shift(make()), resnet18(channels=3, size=16, stem="small").eval()
+    state = {f"backbone.{name}": value for name, value in theirs.state_dict().items()}
+    load_pretrained(ours, save({"state_dict": state}, tmp_path))
+    assert warning in caplog.text
+    images = torch.rand(2, 3, 16, 16)
+    with torch.no_grad():
+        expected = theirs(images).flatten(1)
+        assert not torch.allclose(ours(images), expected, rtol=1e-3)
+        change(ours)  # the stated difference is the only one
+        torch.testing.assert_close(ours(images), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_channels_that_are_left_out_are_a_warning(tmp_path, caplog):
+    theirs = conv_small(channels=13, size=16)
+    load_pretrained(conv_small(channels=3, size=16), save(theirs.state_dict(), tmp_path))
+    assert "has 13 channels, of which the first 3 are used; bring those of the images into" in caplog.text
 
 
 @pytest.mark.skipif(find_spec(EFFICIENTNET) is None, reason=f"{EFFICIENTNET} is not installed")
