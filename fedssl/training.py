@@ -1,7 +1,7 @@
 """Local training: epochs of a self-supervised method on one client's images, or on the server's images."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,7 +85,10 @@ class LocalTrainer:
         return torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
 
     def reset_optimizer(self, *, lr_factor: float) -> None:
-        """Reset the optimizer's state and options, in which some keep state, too, and set its learning rates."""
+        """Reset the optimizer's state, its options, in which some keep state, too, and set its learning rates.
+
+        Captured steps have the options of their capture.
+        """
         lrs = [options["lr"] * lr_factor for options in self.base_options]
         if self.graphs is not None:
             self.graphs.reset_optimizer(lrs)
@@ -94,7 +97,7 @@ class LocalTrainer:
         for group, options, lr in zip(self.optimizer.param_groups, self.base_options, lrs, strict=True):
             weights = group["params"]
             group.clear()
-            group.update(copy.deepcopy(options), params=weights, lr=lr)
+            group.update(_copied(options, weights), params=weights, lr=lr)
 
     def free_training_memory(self) -> None:
         """Free the gradients and the optimizer's state, whose memory CUDA graphs use again."""
@@ -105,8 +108,21 @@ class LocalTrainer:
 
 def options_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
     """Return copies of the options of the optimizer's groups, without their weights."""
-    groups = optimizer.param_groups
-    return tuple(copy.deepcopy({key: group[key] for key in group if key != "params"}) for group in groups)
+    groups = [
+        (group["params"], {key: group[key] for key in group if key != "params"}) for group in optimizer.param_groups
+    ]
+    return tuple(_copied(options, weights) for weights, options in groups)
+
+
+def _copied(options: Mapping[str, Any], weights: Sequence[Tensor]) -> dict[str, Any]:
+    """Return copies of options, with the weights themselves; what cannot be copied is the same object."""
+    copies = {}
+    for key, value in options.items():
+        try:
+            copies[key] = copy.deepcopy(value, {id(weight): weight for weight in weights})
+        except (TypeError, RuntimeError):
+            copies[key] = value
+    return copies
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,8 +94,7 @@ class RoundResult:
         reasons = "; ".join(f"{clients}: {reason}" for reason, clients in self.clients_by_reason().items())
         sent = f"{used or 'none'} of {num_clients} clients sent a usable update"
         needed_text = f" and aggregation.min_updates={needed} are needed" if used else ""
-        remedy = "; a larger aggregation.max_retries repeats it with other clients" if used else ""
-        return f"round {self.round}: {sent}{needed_text} ({reasons}){remedy}"
+        return f"round {self.round}: {sent}{needed_text} ({reasons})"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ working directory.
 """
 
 import math
-import os
 import shlex
 import time
 from collections.abc import Sequence
@@ -18,9 +17,9 @@ import httpx
 from fedssl.config.literal import shell_command
 from fedssl.config.overrides import by_key, quote_value
 from fedssl.config.settings import EngineSettings, Settings
-from fedssl.errors import InputError, RunError, reason_of
+from fedssl.errors import InputError, RunError
 from fedssl.fleet import control_internals
-from fedssl.fleet.certificates import check_chain, read_authority
+from fedssl.fleet.certificates import issuer_beyond, read_authority
 from fedssl.fleet.control import control_api
 from fedssl.logs import log
 from fedssl.runs.run_report import parse_report
@@ -72,7 +71,7 @@ def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> Path 
     unmet = unmet_requirements(APP)
     if unmet:
         raise InputError(f"{unmet}; install them with uv pip install --editable {APP}, and restart the SuperLink")
-    _check_signer(engine)
+    _warn_of_signer(engine)
     # Absolute, because the ServerApp has another working directory.
     files = [f"engine.{name}={quote_value(file)}" for name in FILES if (file := getattr(engine, name))]
     overrides = list(by_key([*overrides, *files]).values())
@@ -94,22 +93,20 @@ def run_deployment(overrides: Sequence[str], *, engine: EngineSettings) -> Path 
     return folder if is_here else None
 
 
-def _check_signer(engine: EngineSettings) -> None:
-    """Raise `InputError` if devices would refuse the encoder, by the files that are on this machine."""
+def _warn_of_signer(engine: EngineSettings) -> None:
+    """Log that devices would refuse the encoder, by the files of the SuperLink's machine, if this is that machine."""
     certificate, authority = engine.signing_certificate, engine.root_certificates
-    if not (certificate and authority and os.path.exists(certificate)):  # noqa: PTH110 - the folder may be closed
+    if certificate is None or authority is None:
         return
-    try:
+    with suppress(OSError, ValueError):  # they are on another machine, or damaged, which the run reports
         signers = read_authority("engine.root_certificates", Path(authority))
-        check_chain(read_bytes(certificate, max_bytes=MAX_TEXT_BYTES), signers)
-    except PermissionError:  # of another user of the SuperLink's machine
-        return
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"engine.signing_certificate={certificate} is not from the authority of devices, "
-            f"engine.root_certificates={authority} ({reason_of(error)}); give a file with the server's certificate, "
-            "followed by those of intermediate authorities"
-        ) from error
+        issuer = issuer_beyond(read_bytes(certificate, max_bytes=MAX_TEXT_BYTES), signers)
+        if issuer is not None:
+            log.warning(
+                "%s signed engine.signing_certificate=%s, and engine.root_certificates=%s lacks it: devices refuse the "
+                "encoder, unless their kits were created with --certificates of a file that has it, after the root",
+                *(sanitize_line(issuer), certificate, authority),
+            )
 
 
 class _Run:

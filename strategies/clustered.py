@@ -10,9 +10,11 @@ paper initializes the models at random. Losses are those of the self-supervised 
 views for all models. Briggs et al. cut their tree at a distance, here it is cut into a number of clusters.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 
 from fedssl.errors import InputError
+from fedssl.logs import log_once
 from strategies.base import FedSSLStrategy, ServerStrategy
 from strategies.cluster_assignment import ClientAssignedClusters, OneShotClusters, SelectByLoss
 from strategies.eua import EUA
@@ -59,10 +61,7 @@ class Clustered(FedSSLStrategy):
         others = (cluster_round, 1) if assign_by == "loss" else (num_images, NUM_IMAGES)
         if others[0] != others[1]:
             name = "cluster_round" if assign_by == "loss" else "num_images"
-            raise InputError(
-                f"strategy.{name}={others[0]} has no effect on strategy.assign_by={assign_by}; leave it out, or set "
-                f"strategy.assign_by={'update_cosine' if assign_by == 'loss' else 'loss'}"
-            )
+            log_once(logging.WARNING, f"strategy.{name}={others[0]} has no effect on strategy.assign_by={assign_by}")
         if clusters == 1:
             super().__init__(base)
         elif assign_by == "update_cosine":

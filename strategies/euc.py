@@ -226,7 +226,7 @@ class EUCServer(ServerStrategy):
         super().prepare(context)
         if 1 < self.interval >= context.settings.rounds:
             log.warning(
-                "strategy.interval=%d has no effect in rounds=%d, in which all layers are averaged; set a smaller one",
+                "strategy.interval=%d has no effect in rounds=%d, in which all layers are averaged; set more rounds",
                 *(self.interval, context.settings.rounds),
             )
 

@@ -68,7 +68,8 @@ def resume_command(folder: Path) -> str:
     """Return the shell command that continues the user's own run; that of Flower for devices of its federation."""
     overrides = resume_overrides(folder)
     command = shell_command(overrides)
-    if (folder / DEVICE_NUMBERS_FILE).exists() and "engine=deployment" not in overrides:  # `flwr run` started it
+    is_of_flower = (folder / DEVICE_NUMBERS_FILE).exists() and "engine=deployment" not in overrides  # `flwr run`
+    if is_of_flower and not {*str(folder)} & {*"'\"\\"}:  # which Flower's configuration cannot have
         run_config = f'overrides="{command.partition(" ")[2]}"'
         return f"flwr run . FEDERATION --stream --run-config {shlex.quote(run_config)}"
     return command

@@ -54,7 +54,7 @@ DOUBLE_SUFFIXES = (".nii.gz", ".tar.gz")
 VOLUMES = frozenset({"NPY", "NIFTI", "VIDEO", "ZARR"})  # formats of stacks of images
 SEVERAL = VOLUMES | {"TIFF", "DICOM", "GIF", "WEBP", "AVIF"}  # formats with pages, frames or slices
 # Endings of files whose pages can only be found from the first on.
-FROM_START = (".avif", ".gif", ".mpeg", ".mpg", ".nii.gz", ".webp")
+FROM_START = (".mpeg", ".mpg", ".nii.gz")
 _ZARR = re.compile(r"\.zarr(/|$)", re.IGNORECASE)
 HEAD_BYTES = 512  # by which `module_of` recognizes a format
 GZIP = b"\x1f\x8b"  # of NIfTI

@@ -73,8 +73,7 @@ class PageIndex(SequenceIndex):
 
     @property
     def _from_start(self) -> bool:
-        are_pages = any(isinstance(image, Page) for image in self.images[:1])
-        return are_pages and any(ending_of(str(file)) in FROM_START for file in self.files)
+        return any(ending_of(str(file)) in FROM_START for file in self.files)
 
 
 def with_pages(index: SequenceIndex, files: Sequence[FilePath], pages: str) -> SequenceIndex:

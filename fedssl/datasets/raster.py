@@ -103,7 +103,8 @@ def scaled_values(raster: Raster, values: np.ndarray, settings: PixelSettings) -
     low, high = _checked_limits(raster, values, settings)
     wide = "float64" if values.dtype.itemsize > 2 and values.dtype != np.float32 else "float32"
     scaled = (values.astype(wide) - np.array(low, wide)) * np.array(1 / (high - low) if high > low else 0, wide)
-    if raster.is_sigmoid and (low, high) == raster.limits:  # 1 / (1 + exp(-4 (x - center) / width))
+    if raster.is_sigmoid and settings.window is None and settings.percentiles is None:
+        # 1 / (1 + exp(-4 (x - center) / width))
         scaled = 1 / (1 + np.exp((2 - 4 * scaled).clip(-80, 80)))
     scaled = scaled.clip(0, 1).astype(np.float32, copy=False)
     if raster.white_is_zero:

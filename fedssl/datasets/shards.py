@@ -35,8 +35,7 @@ ANY_IMAGE = "__image__"  # column of the images of all endings, if no sample has
 PLACE = pa.struct([("offset", pa.int64()), ("length", pa.int64())])  # of an image in the file
 _INTEGER = re.compile("0|-?[1-9][0-9]{0,17}")  # in 64 bits, and written as `str` does
 _TEXTS = ("json", "cls", "txt", "id", "label")  # later ones replace values of the same name
-_MAX_TEXT = 2**20
-_FEW_ENDINGS, _MAX_ENDINGS = 8, 64  # of a sample
+_MAX_TEXT, _MAX_ENDINGS = 2**20, 64
 SUFFIXES = (".tar", *(_GZIP := (".tar.gz", ".tgz")))
 _EXPANSION, _MIN_EXPANDED = 200, 2**26  # decompressed bytes per byte, and of small files
 _MAX_IMAGE = 2**29  # bytes of gzip
@@ -145,8 +144,8 @@ def _check_end(file: Path, stream: _Gzip | BufferedReader, end: int) -> None:
 def _keyed(names: list[str]) -> list[tuple[str, str]]:
     """Return key and ending of each name: parted at the first dot, as in WebDataset, or the last if keys have dots.
 
-    Keys have dots if there are more endings than samples, such as those of ``scan.0001.png``, or if only the last dot
-    leaves texts, such as that of ``1.5mm.cls``, to as many samples.
+    Keys have dots if there are many endings, or if only the last dot leaves texts, such as that of ``1.5mm.cls``, to as
+    many samples.
     """
     split = [(folder + slash, base) for folder, slash, base in (name.rpartition("/") for name in names)]
     first, last = (
@@ -156,8 +155,7 @@ def _keyed(names: list[str]) -> list[tuple[str, str]]:
     keys, endings = {key for key, _ in first}, {ending for _, ending in first}
     loses_texts = not endings & {*_TEXTS} and any(ending in _TEXTS for _, ending in last)
     is_same_number = len(keys) == len({key for key, _ in last})
-    has_dots = len(endings) > min(max(len(keys), _FEW_ENDINGS), _MAX_ENDINGS)
-    return last if has_dots or (loses_texts and is_same_number) else first
+    return last if len(endings) > _MAX_ENDINGS or (loses_texts and is_same_number) else first
 
 
 def _rows(

@@ -5,12 +5,10 @@ A signature is ECDSA with the key of the server's TLS certificate, which the aut
 
 import datetime
 import shlex
-from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePrivateKey, EllipticCurvePublicKey
 from cryptography.hazmat.primitives.hashes import SHA384
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
@@ -20,7 +18,6 @@ from fedssl.safe_io import read_bytes
 
 _MAX_BYTES = 2**20  # bytes of a file
 _ALGORITHM = ECDSA(SHA384())
-_MAX_BETWEEN = 4  # intermediate authorities
 
 
 def root_certificates(content: bytes) -> bytes:
@@ -112,66 +109,31 @@ def sign(text: bytes, key: EllipticCurvePrivateKey) -> bytes:
 def verify(text: bytes, signature: bytes, *, certificate: bytes, authority: bytes) -> None:
     """Raise `ValueError` unless the certificate's key signed the text, and the authority the certificate.
 
-    Certificates of intermediate authorities may follow that of the server. ``authority`` may have several certificates,
-    as while a fleet changes to another authority.
+    ``authority`` may have several certificates, as while a fleet changes to another authority.
     """
     if not signature:
         raise ValueError("it is not signed")
     try:
-        server, *between = x509.load_pem_x509_certificates(certificate)
+        server = x509.load_pem_x509_certificate(certificate)
         key, signers = server.public_key(), x509.load_pem_x509_certificates(authority)
-        if not (isinstance(key, EllipticCurvePublicKey) and _is_trusted(server, between, signers)):
+        if not (isinstance(key, EllipticCurvePublicKey) and any(_is_issued(server, signer) for signer in signers)):
             raise InvalidSignature
         key.verify(signature, text, _ALGORITHM)
-    except (InvalidSignature, ValueError, TypeError) as error:
+    except (InvalidSignature, UnsupportedAlgorithm, ValueError, TypeError) as error:
         raise ValueError("its signature is not from the server of this fleet") from error
     if not server.not_valid_before_utc <= datetime.datetime.now(datetime.UTC) <= server.not_valid_after_utc:
         raise ValueError("the certificate of its signature has expired")
 
 
-def check_chain(certificate: bytes, authority: bytes) -> None:
-    """Raise `ValueError` unless the authority, or intermediate ones in the PEM text, signed its first certificate."""
-    server, *between = x509.load_pem_x509_certificates(certificate)
-    if not _is_trusted(server, between, x509.load_pem_x509_certificates(authority)):
-        issuer = server.issuer.rfc4514_string()
-        raise ValueError(f"{issuer} signed it, which the authority did not sign, directly or by what follows it")
-
-
-def _is_trusted(
-    certificate: x509.Certificate,
-    between: Sequence[x509.Certificate],
-    signers: Sequence[x509.Certificate],
-    depth: int = 0,
-) -> bool:
-    """Return whether a signer issued a certificate, directly or by at most `_MAX_BETWEEN` intermediate authorities."""
-    if any(_is_issued(certificate, signer) for signer in signers):
-        return True
-    return depth < _MAX_BETWEEN and any(
-        _is_issued(certificate, issuer)
-        and _may_sign(issuer, depth)
-        and _is_trusted(issuer, between, signers, depth + 1)
-        for issuer in between
-    )
-
-
-def _may_sign(certificate: x509.Certificate, depth: int) -> bool:
-    """Return whether a valid certificate is that of an authority with so many others below it (RFC 5280, 4.2.1.9)."""
-    try:
-        constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
-    except (x509.ExtensionNotFound, ValueError):
-        return False
-    with suppress(x509.ExtensionNotFound):
-        if not certificate.extensions.get_extension_for_class(x509.KeyUsage).value.key_cert_sign:
-            return False
-    is_long_enough = constraints.path_length is None or constraints.path_length >= depth
-    now = datetime.datetime.now(datetime.UTC)
-    is_valid = certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc
-    return constraints.ca and is_long_enough and is_valid
+def issuer_beyond(certificate: bytes, authority: bytes) -> str | None:
+    """Return who issued the first certificate of a PEM text if the authority did not, as devices require; else None."""
+    server, signers = x509.load_pem_x509_certificates(certificate)[0], x509.load_pem_x509_certificates(authority)
+    return None if any(_is_issued(server, signer) for signer in signers) else server.issuer.rfc4514_string()
 
 
 def _is_issued(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
     try:
         certificate.verify_directly_issued_by(authority)
-    except (InvalidSignature, ValueError, TypeError):
+    except (InvalidSignature, UnsupportedAlgorithm, ValueError, TypeError):
         return False
     return True

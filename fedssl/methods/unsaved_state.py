@@ -42,7 +42,10 @@ class UnsavedState:
     """
 
     def __init__(self, network: nn.Module, *objects: object) -> None:
-        named = [*network.named_modules(), *((type(each).__name__, each) for each in objects)]
+        named: list[tuple[str, object]] = [*network.named_modules()]
+        for each in objects:
+            parts = each.modules() if isinstance(each, nn.Module) else [each]
+            named += [(type(part).__name__, part) for part in parts]
         self._holders = [(name, holder) for name, holder in named if _root(holder) not in _LIBRARIES]
         self._roots = {_root(holder) for _, holder in self._holders}
         saved = network.state_dict(keep_vars=True).values()
@@ -118,10 +121,10 @@ class UnsavedState:
         """Return tensors and arrays of attributes and non-persistent buffers by name, also those in containers."""
         found = {}
         for (name, holder), attributes in zip(self._holders, self._attributes, strict=True):
-            is_module = isinstance(holder, nn.Module)
-            buffers = {key: holder._buffers[key] for key in holder._non_persistent_buffers_set} if is_module else {}
+            module = holder if isinstance(holder, nn.Module) else nn.Module()
+            buffers = {key: module._buffers[key] for key in module._non_persistent_buffers_set}
             for key, value in {**attributes, **buffers}.items():
-                if is_module and {f"{key}_g", f"{key}_orig"} & holder._parameters.keys():
+                if {f"{key}_g", f"{key}_orig"} & module._parameters.keys():
                     continue  # computed from parameters, by torch's older weight and spectral normalization
                 for number, leaf in enumerate(_leaves(value)):
                     if id(leaf) not in self._fixed:

@@ -1,3 +1,5 @@
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -60,6 +62,17 @@ def test_options_in_which_an_optimizer_keeps_state_are_reset():
         training.reset_optimizer(lr_factor=0.5)
     assert optimizer.param_groups[0] is group
     assert (group["k"], group["momentum"], group["lr"], "d" in group) == ([0], 0, 0.2, False)
+
+
+def test_options_keep_weights_and_what_cannot_be_copied():
+    weight, lock = nn.Parameter(torch.ones(1)), threading.Lock()
+    optimizer = torch.optim.SGD([weight], lr=0.4)
+    group = optimizer.param_groups[0]
+    group |= {"anchor": [weight], "lock": lock, "computed": weight * 2}
+    local_training(optimizer).reset_optimizer(lr_factor=1)
+    assert group["anchor"][0] is weight
+    assert group["lock"] is lock
+    assert group["computed"].item() == 2
 
 
 NONE = Regularizer()

@@ -144,6 +144,23 @@ def test_a_model_per_client_equals_local_training(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("options", "warning"),
+    [
+        ({"cluster_round": 2}, "strategy.cluster_round=2 has no effect on strategy.assign_by=loss"),
+        (
+            {"assign_by": "update_cosine", "num_images": 7},
+            "strategy.num_images=7 has no effect on strategy.assign_by=up",
+        ),
+        ({"num_images": 7}, ""),
+    ],
+)
+def test_an_option_of_the_other_assignment_is_a_warning(caplog, options, warning):
+    Clustered(**options)
+    assert warning in caplog.text
+    assert bool(caplog.text) == bool(warning)
+
+
+@pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
         (["strategy=featarc", "strategy.clusters=4"], "strategy.clusters=4 but num_clients=3; give at most one"),
@@ -156,14 +173,6 @@ def test_a_model_per_client_equals_local_training(tmp_path):
         (
             ["strategy=clustered", "strategy.rule=m_dawa", "strategy.weighting=uniform"],
             "strategy.rule=m_dawa has no weighting",
-        ),
-        (
-            ["strategy=clustered", "strategy.cluster_round=2"],
-            "cluster_round=2 has no effect on strategy.assign_by=loss",
-        ),
-        (
-            [*ONE_SHOT, "strategy.num_images=7"],
-            "strategy.num_images=7 has no effect on strategy.assign_by=update_cosine",
         ),
         (
             [*ONE_SHOT, "strategy.cluster_round=30"],

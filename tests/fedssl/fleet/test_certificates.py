@@ -1,7 +1,6 @@
 """The certificate of an authority: no private key, no leaf, no other file is handed to devices."""
 
 import datetime
-from contextlib import nullcontext
 
 import pytest
 from cryptography import x509
@@ -10,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, generate_pri
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from fedssl.errors import InputError
-from fedssl.fleet.certificates import check_chain, check_validity, load_signing_key, root_certificates, sign, verify
+from fedssl.fleet.certificates import check_validity, load_signing_key, root_certificates, sign, verify
 from fedssl.fleet.kit import make_kit
 
 NOW = datetime.datetime.now(datetime.UTC)
@@ -23,50 +22,6 @@ def self_signed(start, end):
     builder = builder.not_valid_before(NOW + datetime.timedelta(days=start))
     builder = builder.not_valid_after(NOW + datetime.timedelta(days=end))
     return builder.sign(key, hashes.SHA384()).public_bytes(Encoding.PEM)
-
-
-def issued(name, key, *, by=None, ca=True, path_length=None, may_sign=True, end=10):
-    """A certificate of a key, signed by the key and the name of ``by``, or by itself."""
-    signer, issuer = by or (key, name)
-    subject, author = (x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, one)]) for one in (name, issuer))
-    builder = x509.CertificateBuilder(author, subject, key.public_key(), x509.random_serial_number())
-    builder = builder.not_valid_before(NOW - datetime.timedelta(days=20))
-    builder = builder.not_valid_after(NOW + datetime.timedelta(days=end))
-    builder = builder.add_extension(x509.BasicConstraints(ca, path_length if ca else None), critical=True)
-    usage = dict.fromkeys(
-        ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "crl_sign"), False
-    ) | {"encipher_only": False, "decipher_only": False}
-    builder = builder.add_extension(
-        x509.KeyUsage(digital_signature=True, key_cert_sign=may_sign, **usage), critical=True
-    )
-    return builder.sign(signer, hashes.SHA384()).public_bytes(Encoding.PEM)
-
-
-ROOT, FIRST, SECOND, SERVER = (generate_private_key(SECP384R1()) for _ in range(4))
-AUTHORITY = issued("root", ROOT)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "is_trusted"),
-    [
-        ({}, {}, True),
-        ({"path_length": 1}, {"path_length": 0}, True),
-        ({"path_length": 0}, {}, False),  # of an authority with none below it
-        ({}, {"ca": False}, False),  # a server signed the other
-        ({}, {"may_sign": False}, False),
-        ({}, {"end": -1}, False),
-        ({"by": (SECOND, "root")}, {}, False),  # another key with the name of the authority
-    ],
-)
-def test_intermediate_authorities_follow_the_certificate_of_the_server(first, second, is_trusted):
-    chain = issued("server", SERVER, by=(SECOND, "second"), ca=False)
-    chain += issued("second", SECOND, **{"by": (FIRST, "first"), **second})
-    chain += issued("first", FIRST, **{"by": (ROOT, "root"), **first})
-    expected = nullcontext() if is_trusted else pytest.raises(ValueError, match="not from the server of this fleet")
-    with expected:
-        verify(b"text", sign(b"text", SERVER), certificate=chain, authority=AUTHORITY)
-    with nullcontext() if is_trusted else pytest.raises(ValueError, match="CN=second signed it, which the authority"):
-        check_chain(chain, AUTHORITY)
 
 
 @pytest.mark.parametrize(
