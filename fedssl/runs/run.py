@@ -309,18 +309,13 @@ def _is_summary(summary: dict[str, Any]) -> bool:
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """Return the run folders at or below a folder by name; none within a run, a folder of settings or a hidden one.
-
-    Links to folders are followed. A folder with several names counts once. A `PermissionError` if it cannot be listed,
-    and a warning for folders below it.
-    """
-    folders: list[Path] = []
-    visited: set[Path] = set()
+    """Return the run folders at or below a folder and its links by name, each once; `PermissionError` if closed."""
+    folders, visited = list[Path](), set[Path]()  # none within a run, a folder of settings or a hidden one
 
     def report(error: OSError) -> None:
+        if isinstance(error, PermissionError) and error.filename == str(folder):
+            raise error
         if isinstance(error, PermissionError):
-            if error.filename == str(folder):
-                raise error
             log_once(logging.WARNING, f"{error.filename} is left out ({error.strerror})")
 
     for path, subfolders, files in os.walk(folder, onerror=report, followlinks=True):
