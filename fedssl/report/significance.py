@@ -30,7 +30,7 @@ class Difference:
 
     @property
     def varies(self) -> bool:
-        """Whether the differences have a spread, above that of rounding; without one, nothing follows from it."""
+        """Return whether the differences have a spread above that of rounding, without which they have no interval."""
         return _is_above_rounding(self.spread, self.mean)
 
 
