@@ -52,7 +52,7 @@ FORMAT_OF = {suffix: name for name, suffixes in (_FORMATS | _ARRAYS).items() for
 SUFFIXES = tuple(sorted(FORMAT_OF))
 DOUBLE_SUFFIXES = (".nii.gz", ".tar.gz")
 VOLUMES = frozenset({"NPY", "NIFTI", "VIDEO", "ZARR"})  # formats of stacks of images
-SEVERAL = VOLUMES | {"TIFF", "DICOM", "GIF", "WEBP", "AVIF"}  # formats with pages, frames or slices
+SEVERAL = VOLUMES | {"TIFF", "DICOM", "GIF", "WEBP", "AVIF", "PNG"}  # formats with pages, frames or slices
 # Endings of files whose pages can only be found from the first on.
 FROM_START = (".mpeg", ".mpg", ".nii.gz")
 _ZARR = re.compile(r"\.zarr(/|$)", re.IGNORECASE)

@@ -130,6 +130,8 @@ class _PillowPages(Pages):
                 raster: Raster = pages.raster(number, as_rgb=image.mode == "CMYK" and self._channels in (1, 3))
                 return raster
         if image.format == "PNG" and is_deep_color(image):
+            if number:
+                raise ValueError("it is an animated PNG with color of 16 bits; write each frame to an image")
             shape = (image.height, image.width, 4)
             key = image.info.get("transparency")
             return Raster(

@@ -34,6 +34,7 @@ KEY = "__key__"  # column of the names of samples
 ANY_IMAGE = "__image__"  # column of the images of all endings, if no sample has two
 PLACE = pa.struct([("offset", pa.int64()), ("length", pa.int64())])  # of an image in the file
 _INTEGER = re.compile("0|-?[1-9][0-9]{0,17}")  # in 64 bits, and written as `str` does
+_NUMBER = re.compile(r"\b[0-9]{2,}\.")  # in the endings of a sample; views of one have a digit, as ``1.png``
 _TEXTS = ("json", "cls", "txt", "id", "label")  # later ones replace values of the same name
 _MAX_TEXT, _MAX_ENDINGS = 2**20, 64
 SUFFIXES = (".tar", *(_GZIP := (".tar.gz", ".tgz")))
@@ -144,8 +145,8 @@ def _check_end(file: Path, stream: _Gzip | BufferedReader, end: int) -> None:
 def _keyed(names: list[str]) -> list[tuple[str, str]]:
     """Return key and ending of each name: parted at the first dot, as in WebDataset, or the last if keys have dots.
 
-    Keys have dots if there are many endings, or if only the last dot leaves texts, such as that of ``1.5mm.cls``, to as
-    many samples.
+    Keys have dots if there are many endings, if more endings than keys have a number, such as that of ``scan.012.png``,
+    or if only the last dot leaves texts, such as that of ``1.5mm.cls``, to as many samples.
     """
     split = [(folder + slash, base) for folder, slash, base in (name.rpartition("/") for name in names)]
     first, last = (
@@ -153,9 +154,10 @@ def _keyed(names: list[str]) -> list[tuple[str, str]]:
         for part in (str.partition, str.rpartition)
     )
     keys, endings = {key for key, _ in first}, {ending for _, ending in first}
+    has_numbers = sum(_NUMBER.search(ending) is not None for ending in endings) > len(keys)
     loses_texts = not endings & {*_TEXTS} and any(ending in _TEXTS for _, ending in last)
     is_same_number = len(keys) == len({key for key, _ in last})
-    return last if len(endings) > _MAX_ENDINGS or (loses_texts and is_same_number) else first
+    return last if len(endings) > _MAX_ENDINGS or has_numbers or (loses_texts and is_same_number) else first
 
 
 def _rows(

@@ -170,7 +170,7 @@ class AugmentedViews:
         check_color(used, channels=len(mean))
         if transform is not None and evaluation_input.train.images.dtype != torch.uint8:
             raise InputError("evaluation.transform needs images of 8 bits; set it to null, or dataset.dtype=uint8")
-        self._augment = Augmentation(size=size, mean=mean, std=std, views=[dict(view), {}])
+        self._augment = Augmentation(size=size, mean=mean, std=std, views=[dict(view)])
         self._transform, self._device = transform, evaluation_input.device
         self.generator = torch_generator(*seed_path)
         for device in {torch.device("cpu"), self._device}:  # for transforms, and layers such as dropout

@@ -7,6 +7,7 @@ from pathlib import Path
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from fedssl.config.overrides import quote_value
 from fedssl.config.settings import EngineSettings
 from fedssl.errors import InputError
 from fedssl.fleet.certificates import load_signing_certificate, load_signing_key, sign
@@ -90,7 +91,11 @@ class Delivery(Callback):
                 continue
             if quality is not None:
                 qualities.append(quality)
-        log.info("%d of %d devices received the encoder of round %d", received, len(messages), state.round)
+        found = f"{received} of {len(messages)} devices received the encoder of round {state.round}"
+        if received == len(messages):
+            log.info("%s", found)
+        else:
+            log.warning("%s; when the run has ended, resume=%s sends it again", found, quote_value(str(self._folder)))
         average = mean_quality(qualities)
         if average is not None:
             values = ", ".join(f"{metric} {value:.3g}" for metric, value in average.items())

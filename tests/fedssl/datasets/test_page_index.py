@@ -52,7 +52,7 @@ def test_all_pages_are_images(images, storage, tmp_path, monkeypatch):
     assert "2 of a sample of 3 images have several pages or frames, and only the first is used" in first.warnings[0]
 
 
-@pytest.mark.parametrize("ending", ["gif", "webp", "avif"])
+@pytest.mark.parametrize("ending", ["gif", "webp", "avif", "png"])
 def test_frames_of_animations_are_images(tmp_path, ending):
     frames = [Image.fromarray(np.full((8, 8, 3), value, np.uint8)) for value in (0, 100, 200)]
     for name in ("a", "b"):

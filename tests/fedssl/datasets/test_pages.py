@@ -2,6 +2,7 @@
 
 import io
 import struct
+import zlib
 from pathlib import Path
 
 import imagecodecs
@@ -44,6 +45,19 @@ def png(values: np.ndarray) -> bytes:
 )
 def test_color_of_16_bits_keeps_every_value(content):
     assert np.array_equal(Decoding(channels=3, size=6)(content), COLOR.transpose(2, 0, 1))
+
+
+def test_later_frames_of_animated_png_of_16_bits_are_refused():
+    start, content = png(COLOR)[:33], png(COLOR)[33:]  # signature and IHDR
+    count, frame = png_chunk(b"acTL", struct.pack(">2I", 2, 0)), struct.pack(">4IHH2B", 6, 6, 0, 0, 1, 10, 0, 0)
+    second = struct.pack(">I", 2) + zlib.compress(bytes(6 * 37))
+    frames = [png_chunk(b"fcTL", struct.pack(">I", 0) + frame), content[:-12]]
+    frames += [png_chunk(b"fcTL", struct.pack(">I", 1) + frame), png_chunk(b"fdAT", second), content[-12:]]
+    with open_pages(start + count + b"".join(frames), max_pixels=36, channels=3) as pages:
+        assert pages.count == 2
+        assert np.array_equal(pages.page(0).load(), COLOR)
+        with pytest.raises(ValueError, match="animated PNG with color of 16 bits"):
+            pages.page(1)
 
 
 def test_tiff_is_read_by_its_path(tmp_path):

@@ -174,6 +174,21 @@ def test_samples_whose_keys_have_dots_keep_their_labels(tmp_path: Path) -> None:
     assert data.labels.tolist() == [1, 0] * 6
 
 
+def test_slices_with_numbers_are_samples(tmp_path: Path) -> None:
+    numbers = range(1, 14)
+    for name, scans in (("one", ["a"]), ("two", ["a", "b"])):
+        members = {f"{scan}.{number:04d}.png": png(make_image(number)) for scan in scans for number in numbers}
+        shard(tmp_path / name / "train.tar", members)
+        assert first_pixels(read(tmp_path / name).images) == [*numbers] * len(scans)
+    views = {f"{number:04d}.{view}.png": png(make_image(view)) for number in range(2) for view in range(3)}
+    shard(tmp_path / "views" / "train.tar", views)
+    assert first_pixels(read(tmp_path / "views", image="1.png").images) == [1] * 2
+    sizes = {f"{number}.224.png": png(make_image(number)) for number in numbers}
+    texts = {f"{number}.cls": b"%d" % (number % 2) for number in numbers}
+    shard(tmp_path / "sizes" / "train.tar", sizes | texts)
+    assert read(tmp_path / "sizes").labels.tolist() == [1, 0] * 6 + [1]
+
+
 def test_several_images_of_a_sample_are_columns(tmp_path: Path) -> None:
     names = [f"{number:03d}.{part}" for number in range(3) for part in ("left.png", "right.png", "left.txt")]
     shard(tmp_path / "train.tar", {name: png(make_image(7)) for name in names})

@@ -3,6 +3,8 @@
 import datetime
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -125,7 +127,17 @@ def test_a_device_with_an_authority_refuses_other_signatures(tmp_path, keys, cap
     reason = "its signature is not from the server of this fleet" if overrides else "it is not signed"
     output = capsys.readouterr().out
     assert f"device b did not store the encoder: the encoder of round 1 is refused: {reason}" in output
-    assert "1 of 2 devices received the encoder of round 1" in output
+    assert "1 of 2 devices received the encoder of round 1; when the run has ended, resume=" in output
+
+
+def test_resuming_a_finished_run_sends_an_encoder_again(tmp_path, keys, capsys):
+    configs = ({}, {"authority": keys / "fleet" / "ca.crt"})
+    run(tmp_path, ["rounds=1"], *configs)
+    (printed,) = re.findall("when the run has ended, (resume=.*) sends it again", capsys.readouterr().out)
+    shutil.rmtree(tmp_path / "images")
+    folders = run(tmp_path, [printed, *signing(keys / "fleet")], *configs)
+    assert [fields["round"] for folder in folders for _, fields in stored_encoders(folder)] == [1, 1]
+    assert "2 of 2 devices received the encoder of round 1" in capsys.readouterr().out
 
 
 def test_quality_is_measured_with_the_pixels_of_training(tmp_path, monkeypatch):
