@@ -17,7 +17,6 @@ from fedssl.evaluation.protocol import (
     evaluate,
     evaluate_domains,
     evaluation_problem,
-    log_unknown_classes,
     make_evaluation_input,
 )
 from fedssl.evaluation.scores import Score
@@ -57,9 +56,6 @@ class Evaluator:
         Results that the images cannot give are logged.
         """
         evaluated = [(protocol, self._input(protocol, encoder)) for protocol in (self._protocol, self._final_protocol)]
-        labeled = next((subject for protocol, subject in evaluated if subject and protocol.needs_labels), None)
-        if labeled is not None:
-            log_unknown_classes(labeled)
         reasons = [protocol.left_out(subject) for protocol, subject in evaluated if subject]
         for name, why in {name: why for part in reasons for name, why in part.items()}.items():
             log.warning("%s is left out: %s", name, why)

@@ -40,7 +40,7 @@ from fedssl.config.typed_settings import make_settings
 from fedssl.config.validation import check_types, validate_config
 from fedssl.datasets.raster import adopt_pixels
 from fedssl.errors import InputError, reason_of
-from fedssl.evaluation.protocol import evaluate_domains, evaluation_problem, log_unknown_classes, make_evaluation_input
+from fedssl.evaluation.protocol import evaluate_domains, evaluation_problem, make_evaluation_input
 from fedssl.evaluation.scores import Score, column_title, format_table, num_test_images, to_flat_dict, units_of
 from fedssl.export import load_user_encoder
 from fedssl.machine.devices import select_device
@@ -97,8 +97,6 @@ def evaluate_encoder(overrides: Sequence[str]) -> Evaluation:
         problem = evaluation_problem(data, needs_labels=needs_labels)
         raise InputError(f"{problem}, or choose another data set with dataset=")
     evaluation_input = replace(evaluation_input, pixels=vars(encoder.preprocess))  # also if this data set has others
-    if needs_labels:
-        log_unknown_classes(evaluation_input)
     protocol.validate(evaluation_input, feature_dim=encoder.feature_dim)
     left_out = "; ".join(f"{name} is left out: {why}" for name, why in protocol.left_out(evaluation_input).items())
     folder = file.parent / "evaluation"

@@ -1,5 +1,6 @@
 """The interface of evaluation protocols: their input, their call and their combination."""
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -19,7 +20,7 @@ from fedssl.errors import InputError, sanitize, shortened
 from fedssl.evaluation.features import Features, extract, pixels
 from fedssl.evaluation.labeled_images import SPLITS, LabeledImages, label_problem
 from fedssl.evaluation.scores import ACCURACY, Score, as_scores
-from fedssl.logs import log
+from fedssl.logs import log, log_once
 from fedssl.machine.devices import CPU
 from fedssl.machine.memory import available_memory, gigabytes
 from fedssl.machine.out_of_memory import module_on_cpu, retry_in_chunks
@@ -152,21 +153,21 @@ def evaluation_problem(data: DataSettings, *, needs_labels: bool = True) -> str 
     return problem and f"{problem}, so that nothing can be classified; add images of other classes to dataset.path"
 
 
-def log_unknown_classes(evaluation_input: EvaluationInput) -> None:
-    """Log how test images of classes count that have no labeled training image."""
+def _log_unknown_classes(evaluation_input: EvaluationInput) -> None:
+    """Log how test images of classes count that have no labeled training image; a run has several protocols."""
     train, test = evaluation_input.train, evaluation_input.test
     unknown = ~torch.isin(test.labels, train.labels)
     if unknown.any():
         names = [test.class_name(label) for label in test.labels[unknown].unique().tolist()]
-        log.warning(
-            "%s of %s test images count as errors, because no labeled training image has their class (%s)",
-            *(int(unknown.sum()), len(unknown), shortened(names)),
+        log_once(
+            logging.WARNING,
+            f"{int(unknown.sum())} of {len(unknown)} test images count as errors, because no labeled training image "
+            f"has their class ({shortened(names)})",
         )
     absent = train.labels[~torch.isin(train.labels, test.labels)].unique().tolist()
     if absent:
-        log.warning(
-            "no test image has the classes %s, which results do not cover", shortened(map(train.class_name, absent))
-        )
+        classes = shortened(map(train.class_name, absent))
+        log_once(logging.WARNING, f"no test image has the classes {classes}, which results do not cover")
 
 
 def load_labeled(data: DataSettings, split: Split, *, needs_labels: bool = True) -> LabeledImages | None:
@@ -192,6 +193,7 @@ class EvaluationProtocol(ABC):
     trains_network: bool = False
     uses_features: bool = True  # `EvaluationInput.features`, whose memory is checked before the first round
     needs_labels: bool = True  # `LabeledImages.labels`; images without a label are evaluated otherwise
+    predicts_classes: bool = True  # of test images, by labels of training images
 
     def __post_init__(self) -> None:
         """Validate the settings, which are the fields of a protocol that is a dataclass."""
@@ -213,8 +215,10 @@ class EvaluationProtocol(ABC):
     def validate(self, evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
         """Raise an `InputError` if the protocol cannot use the images. Called before the first round.
 
-        Features of the training images must fit into memory.
+        Features of the training images must fit into memory. Classes without training or test images are logged.
         """
+        if self.needs_labels and self.predicts_classes:
+            _log_unknown_classes(evaluation_input)
         count, available = len(evaluation_input.train.labels), available_memory()
         needed = 2 * 4 * feature_dim * count  # float32, twice where a protocol scales them
         if self.uses_features and available is not None and needed > available:
@@ -328,14 +332,9 @@ class CombinedProtocol(EvaluationProtocol):
         return reasons
 
     def validate(self, evaluation_input: EvaluationInput, *, feature_dim: int) -> None:
-        is_logged = self.needs_labels  # by the caller
         for protocol, images, problem in self._divided(evaluation_input):
-            if problem:
-                continue
-            if protocol.needs_labels and not is_logged:
-                log_unknown_classes(images)
-                is_logged = True
-            protocol.validate(images, feature_dim=feature_dim)
+            if not problem:
+                protocol.validate(images, feature_dim=feature_dim)
 
     def _divided(
         self, evaluation_input: EvaluationInput

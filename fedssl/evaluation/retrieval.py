@@ -71,6 +71,8 @@ class Retrieval(EvaluationProtocol):
     with $s_{qi}$ the cosine of query q and gallery image i, and $R_q$ the gallery images of the query's class.
     """
 
+    predicts_classes = False
+
     gallery: str = "test"
     recall_at: Sequence[int] = (1, 5, 10)
 

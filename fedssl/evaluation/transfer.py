@@ -17,7 +17,6 @@ from fedssl.evaluation.protocol import (
     check_protocol,
     evaluate,
     evaluation_problem,
-    log_unknown_classes,
     make_evaluation_input,
 )
 from fedssl.evaluation.scores import Score
@@ -80,10 +79,7 @@ class Transfer(EvaluationProtocol):
         if self.include_own:
             self.protocol.validate(evaluation_input, feature_dim=feature_dim)
         for name in self.datasets:
-            other = self._with_dataset(name, evaluation_input)
-            if self.needs_labels:
-                log_unknown_classes(other)
-            self.protocol.validate(other, feature_dim=feature_dim)
+            self.protocol.validate(self._with_dataset(name, evaluation_input), feature_dim=feature_dim)
 
     def _with_dataset(self, name: str, evaluation_input: EvaluationInput) -> EvaluationInput:
         _, channels, size, _ = evaluation_input.train.images.shape

@@ -26,7 +26,6 @@ from fedssl.evaluation.protocol import (
     evaluate,
     evaluate_domains,
     evaluation_problem,
-    log_unknown_classes,
     make_evaluation_input,
 )
 from fedssl.evaluation.scores import Score, units_of
@@ -106,12 +105,12 @@ def test_one_class_is_nothing_to_classify(monkeypatch: pytest.MonkeyPatch):
 def test_test_images_of_unknown_classes_count_as_errors(monkeypatch: pytest.MonkeyPatch, caplog):
     loaded(monkeypatch, [0, 1, 0], [0, 2, 3, 1, 2], ("a", "b", "c", "d"))
     made = make_evaluation_input(None, settings_of("digits"), device=torch.device("cpu"))
-    log_unknown_classes(made)
+    KNN().validate(made, feature_dim=2)
     assert caplog.messages == [
         "3 of 5 test images count as errors, because no labeled training image has their class ('c', 'd')"
     ]
     caplog.clear()
-    log_unknown_classes(replace(made, train=made.test, test=made.train))
+    KNN().validate(replace(made, train=made.test, test=made.train), feature_dim=2)
     assert caplog.messages == ["no test image has the classes 'c', 'd', which results do not cover"]
     assert evaluate(KNN(), made, seed=0)["knn"].value <= 2 / 5
     assert evaluate(LinearProbe(), made, seed=0)["linear"].value <= 2 / 5

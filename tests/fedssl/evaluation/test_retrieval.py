@@ -91,7 +91,9 @@ def test_equal_features_find_nothing():
 def test_queries_without_a_match_are_reported(caplog: pytest.LogCaptureFixture):
     data = blobs(n=8)
     labels = torch.tensor([0, 0, 1, 1, 5, 6, 7, 1])
-    scores = evaluate(Retrieval(), Given(replace(data, test_labels=labels)), seed=0)
+    queries = Given(replace(data, test_labels=labels))
+    Retrieval().validate(queries, feature_dim=2)
+    scores = evaluate(Retrieval(), queries, seed=0)
     assert num_test_images([scores]) == dict.fromkeys(Retrieval().result_units(4), 5)
     assert caplog.messages == [
         "3 of 8 test images are no queries of retrieval, because no other test image has their class"
