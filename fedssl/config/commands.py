@@ -12,7 +12,7 @@ from typing import Any
 from fedssl.command_line import run_command
 from fedssl.config.literal import literal_values, path_of
 from fedssl.config.overrides import did_you_mean, parse
-from fedssl.config.saved_run import resume_command
+from fedssl.config.saved_run import resume_command, warn_unless_finished
 from fedssl.config.targets import SEARCHPATH_KEY, expand_config_dir_flag
 from fedssl.errors import InputError, sanitize
 
@@ -165,4 +165,5 @@ def encoder_file(source: Path) -> Path:
         if several:  # the run has several models
             advice = f"the run has {len(several)} encoders; give one of them: {shlex.quote(f'encoder={several[0]}')}"
         raise InputError(f"{file} does not exist; {advice}")
+    warn_unless_finished(file.parent)
     return file

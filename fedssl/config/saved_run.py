@@ -4,8 +4,10 @@ A folder may select installed choices by name. Settings that point outside the f
 interpolations, paths, clusters) are accepted only if the user's own overrides repeat them.
 """
 
+import logging
 import shlex
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
@@ -20,8 +22,9 @@ from fedssl.config.literal import shell_command, user_path
 from fedssl.config.overrides import check_run_id, config_groups, parse, quote_value
 from fedssl.config.settings import RecordingSettings
 from fedssl.errors import InputError, sanitize, shortened
+from fedssl.logs import log_once
 from fedssl.plain_values import RUN_KEYS, flatten, plain_values
-from fedssl.safe_io import checksum_line, corrupt_file_error, read_yaml
+from fedssl.safe_io import checksum_line, corrupt_file_error, read_text, read_yaml
 
 DEVICE_NUMBERS_FILE = "devices.json"  # in the run folder: client ids of edge clients by name
 BASE_FOLDER = "base"  # beside the folder of the client states: base layers, see `fedssl.base_layers`
@@ -73,6 +76,20 @@ def resume_command(folder: Path) -> str:
         run_config = f'overrides="{command.partition(" ")[2]}"'
         return f"flwr run . FEDERATION --stream --run-config {shlex.quote(run_config)}"
     return command
+
+
+def warn_unless_finished(folder: Path) -> None:
+    """Log that the encoder in a folder is that of an earlier round, if its run was continued or sends it meanwhile."""
+    if not (folder / "metrics.jsonl").is_file():  # not a run, or the parts of one that somebody passed on
+        return
+    with suppress(InputError):  # a damaged summary counts as missing
+        if '\n  "status": "finished",' in (read_text(folder / "summary.json") or ""):
+            return
+    log_once(
+        logging.WARNING,
+        f"the run {folder} is not finished, and its encoder may be of an earlier round; finish the run with "
+        f"{resume_command(folder)}",
+    )
 
 
 def resume_overrides(folder: Path) -> list[str]:

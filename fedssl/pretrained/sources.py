@@ -14,6 +14,7 @@ import torch
 
 from fedssl.config.literal import user_path
 from fedssl.config.overrides import did_you_mean
+from fedssl.config.saved_run import warn_unless_finished
 from fedssl.encoders.library import require_timm
 from fedssl.errors import InputError, reason_of
 from fedssl.pretrained.checkpoints import Checkpoint, read_checkpoint
@@ -58,6 +59,7 @@ def file_of(source: str) -> Path | None:
         return path
     for file in (path / "encoder.pt", path / "model.safetensors"):
         if file.is_file():
+            warn_unless_finished(path)
             return file
     raise InputError(
         f"encoder.weights={path} is a folder without encoder.pt or model.safetensors; set the folder of a finished "

@@ -6,7 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from fedssl.config.commands import encoder_file
 from fedssl.errors import InputError
+from fedssl.logs import log_once
+from fedssl.pretrained.sources import file_of
 from fedssl.runs.run import read_run
 from server_app import training_loop
 from simulation.run import run
@@ -34,6 +37,25 @@ def test_a_paused_run_continues_with_the_same_bits(tmp_path):
     assert ending(paused) == ("finished", 3, None)
     assert (paused / "encoder.pt").read_bytes() == (tmp_path / "whole" / "encoder.pt").read_bytes()
     assert read_run(paused).command_overrides == read_run(tmp_path / "whole").command_overrides
+
+
+def test_the_encoder_of_a_continued_run_is_a_warning(tmp_path, caplog):
+    folder = tmp_path / "run"
+    run([*QUICK, "rounds=1", f"output_dir={folder}"])
+    stored = (folder / "encoder.pt").read_bytes()
+
+    def warnings():
+        caplog.clear()
+        for read, source in ((encoder_file, folder), (encoder_file, folder / "encoder.pt"), (file_of, str(folder))):
+            log_once.cache_clear()
+            read(source)
+        return list(caplog.messages)
+
+    assert warnings() == []
+    run([f"resume={folder}", "rounds=3", "pause_after=2"])
+    assert (folder / "encoder.pt").read_bytes() == stored
+    expected = f"the run {folder} is not finished, and its encoder may be of an earlier round; finish the run with "
+    assert warnings() == [f"{expected}fedssl resume={folder}"] * 3
 
 
 def test_a_continued_run_has_no_summary_of_its_former_end(tmp_path, monkeypatch):
