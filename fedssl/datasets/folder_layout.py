@@ -85,10 +85,11 @@ def list_split(source: Source, query: Query) -> SequenceIndex:
         return replace(_index(query, _joined(parts, train), classes, warnings), shared=True)
     if not chosen:
         others = [*parts, *(["test (a share of it)"] if train and not held_out else [])]
-        raise InputError(
-            f"{below} has no split {split!r}, only {shortened(others)}; name one of them in dataset.splits, or set "
-            f"dataset.split_folders={'false if they are no splits' if names else 'true if its subfolders are splits'}"
-        )
+        remedy = "name one of them in dataset.splits, or set dataset.split_folders="
+        remedy += "false if they are no splits" if names else "true if its subfolders are splits"
+        if len(names) == 1:
+            remedy = "set dataset.split_folders=false, with which dataset.test_fraction of the images are the test"
+        raise InputError(f"{below} has no split {split!r}, only {shortened(others)}; {remedy}")
     if test_fraction and not held_out:
         is_held_out_of(chosen, train, split=split, fraction=test_fraction)
     part = _joined(parts, chosen)

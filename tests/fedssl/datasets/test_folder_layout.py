@@ -176,8 +176,10 @@ def test_an_unknown_split_is_refused_with_those_that_exist(tmp_path: Path) -> No
         list_split("train_0", shards, test_fraction=0.2)
     assert len(list_split("train_0", shards).files) == 1
     only_test = touch(tmp_path / "only", "test/a/1.png", "test/b/1.png")
-    with pytest.raises(InputError, match=r"no split 'train', only test; .* set dataset\.split_folders=false"):
+    with pytest.raises(InputError, match=r"no split 'train', only test; set dataset\.split_folders=false, with which"):
         list_split("train", only_test)
+    with pytest.raises(InputError, match=r"no split 'val', only Test, Train; name one of them"):
+        list_split("val", touch(tmp_path / "both", "Train/a/1.png", "Test/a/1.png"))
     assert classes_of(only_test, split_folders=False) == [("a", "b"), None]
     with pytest.raises(InputError, match=r"split_folders=true but .* has no folders of splits"):
         list_split("train", touch(tmp_path / "loose", "1.png"), split_folders=True)
