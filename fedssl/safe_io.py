@@ -29,6 +29,7 @@ MAX_TEXT_BYTES = 2**22  # bytes of a file with settings or a summary
 MAX_LINES_BYTES = 2**30  # of a file with one line per round, client or image
 MAX_TENSORS_BYTES = 2**36  # of an archive with unknown content
 _MAX_PICKLE_BYTES = 2**24  # of the list of an archive's tensors
+LFS_POINTER = b"version https://git-lfs"  # begins a text in place of a file
 CHECKSUM_COMMENT = "# xxh3 "  # begins the first line of settings that a run saved
 _MAX_DEPTH = 32  # of nested values
 
@@ -73,6 +74,12 @@ def read_bytes(file: FilePath, *, max_bytes: int) -> bytes:
     """Read a file; an OSError as of `open_regular_file`."""
     with open_regular_file(file, max_bytes=max_bytes) as stream:
         return stream.read(max_bytes + 1)  # the file may grow
+
+
+def read_start(file: FilePath, num_bytes: int) -> bytes:
+    """Read the first bytes of a file; an OSError as of `open_regular_file`."""
+    with open_regular_file(file) as stream:
+        return stream.read(num_bytes)
 
 
 def read_text(file: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str | None:

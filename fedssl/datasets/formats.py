@@ -101,8 +101,10 @@ def require_package(name: str) -> None:
 
 def _package_of(name: str) -> str:
     """Return the package of a format, and how to install it."""
-    extra = name.lower()
-    return f"{PACKAGES[name]} (uv sync --extra {extra}, or pip install 'fedssl[{extra}]')"
+    package, extra = PACKAGES[name], name.lower()
+    if find_spec("torch") is None:  # the extra would install it, which backend=onnx does without
+        return f"{package} (pip install {package})"
+    return f"{package} (uv sync --extra {extra}, or pip install 'fedssl[{extra}]')"
 
 
 def module_of(head: bytes) -> str | None:

@@ -23,10 +23,9 @@ from fedssl.datasets.manifest import found_below, manifest_table, named_file, na
 from fedssl.datasets.npy import npy_bytes
 from fedssl.datasets.shards import ANY_IMAGE, PLACE, is_compressed, is_shard, shard_table
 from fedssl.errors import InputError, reason_of, shortened
-from fedssl.safe_io import open_regular_file
+from fedssl.safe_io import LFS_POINTER, read_start
 
 CHUNK = 256  # rows read at a time, and images per task of a decoding thread
-_LFS = b"version https://git-lfs"  # begins a file that stands for another one
 _FIELDS = ("bytes", "path")  # of the structs of ``datasets``
 _PATH_COLUMNS = ("path", "file", "file_name", "filename", "file_path", "filepath", "image", "img")  # names of files
 
@@ -326,7 +325,7 @@ def _reading(file: Path) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError) as error:
         reason = reason_of(error)
-        with suppress(OSError), open_regular_file(file) as stream:
-            if stream.read(len(_LFS)) == _LFS:
+        with suppress(OSError):
+            if read_start(file, len(LFS_POINTER)) == LFS_POINTER:
                 reason = "it is a pointer of Git LFS: fetch the file with git lfs pull"
         raise InputError(f"{file} cannot be read ({reason}); check the path") from error

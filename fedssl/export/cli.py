@@ -25,6 +25,7 @@ from fedssl.evaluation.cli import compose_evaluation, match_encoder
 from fedssl.export.encoder_file import saved_target
 from fedssl.export.formats import FORMATS, TOLERANCE, check_target, export, export_int8
 from fedssl.export.onnx import BATCH, CALIBRATION, MEASURED, QuantizedModel
+from fedssl.export.peft_adapter import peft_code
 from fedssl.export.source import ExportSource
 from fedssl.export.timm_weights import timm_model
 from fedssl.runs.run import read_run
@@ -67,7 +68,9 @@ def run(overrides: Sequence[str]) -> str:
         lines.append(
             f"{source.run.folder / 'summary.json'} is missing or damaged: the export has no results of the run"
         )
-    return "\n".join([*lines, *([timm_model(source).code(target)] if form == "timm" else [])])
+    lines += [timm_model(source).code(target)] if form == "timm" else []
+    lines += [peft_code(source, target)] if form == "peft" else []
+    return "\n".join(lines)
 
 
 def _check(options: Mapping[str, str], others: Sequence[str]) -> bool:

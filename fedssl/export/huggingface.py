@@ -55,13 +55,31 @@ transform = timm.data.create_transform(**timm.data.resolve_model_data_config(enc
 features = encoder(transform(image)[None]).detach()
 ```
 
-Pillow clips 16-bit values. Transparent pixels were white in training."""
+Transparent pixels were white in training. Pillow clips 16-bit values: for such images, this is the preprocessing of
+training, also of a list of files:
+
+```python
+from fedssl.export import Preprocess
+
+transform = PREPROCESS
+features = encoder(transform("FILE")).detach()
+```"""
+_TIMM_FILES = """```python
+import timm
+from fedssl.export import Preprocess
+
+transform = PREPROCESS
+encoder = timm.create_model("hf-hub:USER/NAME", pretrained=True).eval()  # or "local-dir:FOLDER"
+features = encoder(transform("FILE")).detach()  # of a file, or a list of files
+```
+
+timm's own transform has other values."""
 _CONVERT = {1: '.convert("L")', 3: '.convert("RGB")'}  # by channels
 _OURS = """```python
 from fedssl.export import load_encoder
 
 encoder = load_encoder("FOLDER/model.safetensors")  # needs safetensors
-features = encoder(encoder.preprocess(images)).detach()  # of Pillow, or uint8 (batch, channels, height, width)
+features = encoder(encoder.preprocess("FILE")).detach()  # or a list of files
 ```"""
 
 
@@ -165,7 +183,7 @@ def model_card(source: ExportSource, *, in_timm: bool) -> str:
         f"It maps images with {encoder.channels} channel(s), the shorter side resized to {encoder.size} pixels and the "
         f"center cropped, to {encoder.feature_dim} numbers. It has no classifier. Made with fedssl.",
         "**License:** not specified. Add it here and in the metadata at the top of this file.",
-        "## Use\n\n" + (_TIMM.replace("CONVERT", _CONVERT.get(encoder.channels, "")) if in_timm else _OURS),
+        "## Use\n\n" + (_timm_code(encoder.preprocess) if in_timm else _OURS),
         f"{_scaling(encoder.preprocess)}. Then the mean {list(encoder.mean)} is subtracted and the result divided by "
         f"{list(encoder.std)}, per channel.",
         "## Training\n\n" + _table(_training(source)),
@@ -173,6 +191,13 @@ def model_card(source: ExportSource, *, in_timm: bool) -> str:
     if source.run is not None:
         parts += _results(source.run)
     return "\n\n".join(parts) + "\n"
+
+
+def _timm_code(preprocess: Preprocess) -> str:
+    """Return code with timm's transform where it has the values of training, for images of 8 bits."""
+    convert = _CONVERT.get(len(preprocess.mean)) if preprocess.takes_bytes else None
+    code = _TIMM_FILES if convert is None else _TIMM.replace("CONVERT", convert)
+    return code.replace("PREPROCESS", repr(preprocess))
 
 
 def _scaling(preprocess: Preprocess) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedssl.base_layers import read_base
+from fedssl.base_layers import read_base, stored_digests
 from fedssl.config.saved_run import BASE_FOLDER
 from fedssl.encoders.base import Encoder
 from fedssl.errors import InputError, reason_of
@@ -113,6 +113,25 @@ def write_peft(source: ExportSource, folder: Path) -> None:
         "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def peft_code(source: ExportSource, folder: Path) -> str:
+    """Return Python code that loads ``folder`` as ``encoder``, onto the weights before training."""
+    stored = source.file.parent / BASE_FOLDER
+    (digest, *_) = stored_digests([stored])
+    return "\n".join(
+        [
+            "from peft import PeftModel",
+            "from safetensors.torch import load_file",
+            "",
+            "from fedssl.export import load_encoder",
+            "",
+            f"encoder = load_encoder({str(source.file)!r})",
+            f"base = load_file({str(stored / f'{digest}.safetensors')!r})",
+            "encoder.load_state_dict({name: base[f'encoder.{name}'] for name in encoder.state_dict()})",
+            f"encoder = PeftModel.from_pretrained(encoder, {str(folder)!r}).eval()",
+        ]
+    )
 
 
 @torch.no_grad()

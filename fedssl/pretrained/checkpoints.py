@@ -11,10 +11,15 @@ from torch import Tensor
 from fedssl.datasets.raster import pixel_settings
 from fedssl.errors import InputError, reason_of
 from fedssl.export.weights import read_metadata
-from fedssl.safe_io import MAX_TENSORS_BYTES, read_tensors
+from fedssl.safe_io import LFS_POINTER, MAX_TENSORS_BYTES, read_start, read_tensors
 from fedssl.tensor_file import read_tensor_file
 
 _MAX_BYTES = MAX_TENSORS_BYTES // 4
+# Files that downloads leave in place of a checkpoint, by their first bytes.
+_OTHER_FILES = {
+    LFS_POINTER: "a pointer of Git LFS; fetch the file with git lfs pull",
+    b"<": "a web page; download the file again",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,9 @@ def read_checkpoint(file: Path) -> Checkpoint:
             f"encoder.weights={file} cannot be read ({reason_of(error)}); set it to another file"
         ) from error
     except Exception as error:  # a damaged or foreign file can raise any exception
+        for start, problem in _OTHER_FILES.items():
+            if read_start(file, len(start)) == start:
+                raise InputError(f"encoder.weights={file} is {problem}") from error
         raise InputError(
             f"encoder.weights={file} is damaged or has more than tensors and plain values ({reason_of(error)}); store "
             "its state dict alone with torch.save(network.state_dict(), FILE)"

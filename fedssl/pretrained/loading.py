@@ -15,22 +15,30 @@ from fedssl.atomic_files import atomic_write
 from fedssl.config.settings import statistic_of_channels
 from fedssl.encoders.base import Encoder
 from fedssl.encoders.library import LibraryEncoder
-from fedssl.encoders.tokens import interpolate_positions
 from fedssl.errors import InputError, sanitize
 from fedssl.logs import log_once
 from fedssl.pretrained.checkpoints import Checkpoint
 from fedssl.pretrained.names import LIGHTLY_SEQUENCE, Match, known_statistics, match_names
+from fedssl.pretrained.positions import (
+    POSITIONS,
+    adapt_positions,
+    fold_class_position,
+    fold_register_positions,
+    has_fixed_positions,
+    patches_per_side,
+)
 from fedssl.pretrained.sources import file_of, read_source
 
-POSITIONS = ("pos_embed", "encoder.pos_embedding")  # names of position embeddings: timm's, and torchvision's
 _MAX_LISTED = 3  # tensors of each kind in an error message
 _MAX_NETWORKS = 10  # ignored networks and heads in the log
 _ADAPTER = re.compile(r"\badapters\.\d+\.(down|up)\.")
 _COUNTER = "num_batches_tracked"  # last component of a name that checkpoints of torch before 0.4.1 lack
 _CLASS, _REGISTERS = r"(.*\.)?(cls_token|class_token)", r"(.*\.)?(reg_token|register_tokens)"
 _POSITIONS = r"(.*\.)?(pos_embed|encoder\.pos_embedding)"
+_OTHER_POSITIONS = rf"{_POSITIONS} \(.*"  # with their shapes
 _STATISTICS = "running_mean|running_var|num_batches_tracked"  # of batch normalization
-_OF_TRANSFORMERS = ".attention.attention.query.weight"  # in names of the vision transformers of that library
+# In names of that library's vision transformers and ResNets.
+_OF_TRANSFORMERS = (".attention.attention.query.weight", "embedder.embedder.convolution.weight")
 # Prefixes of MoCo v3 (https://github.com/facebookresearch/moco-v3), and the heads of its transformers by their width.
 _MOCO_V3 = re.compile(r"(.*\.)?(base|momentum)_encoder\.")
 _SMALL_KERNEL = 3  # of the first convolution for small images
@@ -51,7 +59,7 @@ _REMEDIES = {
         rf".*\.({_STATISTICS})": "set encoder.norm=batch",
     },
     "have other shapes": {
-        rf"{_POSITIONS} \(.*": "set encoder.pool=token",  # one position more than patches
+        _OTHER_POSITIONS: "set encoder.pool=token",  # one position more than patches
         r"conv1\.weight \(.*": "set encoder.stem to that of the weights (imagenet: 7x7, small: 3x3)",
         rf"{_REGISTERS} \(.*": _SET_REGISTERS,
     },
@@ -85,7 +93,7 @@ def load_pretrained(encoder: Encoder, source: str) -> str:
     if match is None:
         remedy = "set the encoder that the weights were trained with"
         if any(name.endswith(_OF_TRANSFORMERS) for name in checkpoint.tensors):
-            remedy = "transformers has its own names; use the same weights of timm, which has those of DINOv2 and ViT"
+            remedy = "transformers has its own names; use the same weights of timm, or give the tensors timm's names"
         raise InputError(
             f"encoder.weights={source} has no tensor of the encoder: it has {_listed(list(checkpoint.tensors))}, and "
             f"the encoder has {_listed(list(template))}; {remedy}"
@@ -172,6 +180,8 @@ def _fit(
     values = {name: _widened(checkpoint.tensors[stored].detach()) for name, stored in match.sources.items()}
     if fold_class_position(values, encoder):
         adapted.append("the class token by its position")
+    if fold_register_positions(values, encoder):
+        adapted.append("the register tokens by their positions")
     for name, value in values.items():
         expected = template[name]
         fitting = adapt_tensor(name, value, encoder, expected)
@@ -190,9 +200,10 @@ def _fit(
         if not torch.isfinite(tensors[name]).all():
             infinite.append(name)
     missing = [name for name in template if name not in match.sources and not name.endswith(_COUNTER)]
+    unexpected = [name for name in match.unexpected if not has_fixed_positions(checkpoint.tensors[name], encoder)]
     problems = {
         "are missing": missing,
-        "are unexpected": match.unexpected,
+        "are unexpected": unexpected,
         "have other shapes": misshapen,
         "have values that are not finite": infinite,
         "are integers, as of a quantized network": integers,
@@ -214,6 +225,8 @@ def _widened(tensor: Tensor) -> Tensor:
 def _remedy(encoder: Encoder, problems: Mapping[str, Collection[str]]) -> str:
     """Return what to do about tensors that do not fit, by how they do not."""
     found = [(kind, name) for kind, names in problems.items() for name in names]
+    if any(re.fullmatch(_CLASS, name) for name in encoder.state_dict()):  # the remedy of other positions
+        found = [(kind, name) for kind, name in found if not re.fullmatch(_OTHER_POSITIONS, name)]
     if any(_ADAPTER.search(name) for _, name in found):
         return (
             "it is the encoder of a run with tuning=adapter, which no other run can start from; set encoder.weights to "
@@ -230,7 +243,8 @@ def _remedy(encoder: Encoder, problems: Mapping[str, Collection[str]]) -> str:
         for kind, name in found
     )
     known = [remedy for remedy in remedies if remedy]
-    if len(known) < len(remedies) or isinstance(encoder, LibraryEncoder):  # the settings of a library's are its own
+    is_of_library = isinstance(encoder, LibraryEncoder)  # whose settings are its own
+    if not known or len(known) < len(remedies) or is_of_library:
         return "set the encoder that the weights were trained with, or weights of this encoder"
     return " and ".join(known)
 
@@ -253,42 +267,6 @@ def adapt_channels(weight: Tensor, channels: int) -> Tensor:
     return repeated * (before / channels)
 
 
-def adapt_positions(positions: Tensor, *, side: int, prefix: int) -> Tensor | None:
-    """Interpolate position embeddings ``(1, tokens, width)`` to ``prefix`` tokens and ``side * side`` patches.
-
-    The source's patches are a square, and the tokens before it are class and register tokens, which keep their
-    positions. Those without positions in the source get zeros: all, or the registers. None if the source has other
-    tokens.
-    """
-    count = positions.shape[1]
-    known = [number for number in dict.fromkeys((prefix, min(prefix, 1), 0)) if _is_square(count - number)]
-    if not known:
-        return None
-    before = known[0]
-    grid = math.isqrt(count - before)
-    missing = positions.new_zeros(1, prefix - before, positions.shape[2])
-    tokens, patches = torch.cat((positions[:, :before], missing), dim=1), positions[:, before:]
-    return torch.cat((tokens, interpolate_positions(patches, side) if side != grid else patches), dim=1)
-
-
-def fold_class_position(values: dict[str, Tensor], encoder: Encoder) -> bool:
-    """Add the position of the class token to the token where the encoder has positions of patches alone.
-
-    The official DINOv2 with registers has one; timm's network has positions of patches alone. ``values`` are tensors by
-    timm's names, which are replaced. Return whether they were.
-    """
-    side, token, positions = _patches_per_side(encoder), values.get("cls_token"), values.get("pos_embed")
-    if side is None or token is None or positions is None or positions.ndim != 3:
-        return False
-    count = positions.shape[1]
-    if encoder.state_dict()["pos_embed"].shape[1] != side * side or _is_square(count) or not _is_square(count - 1):
-        return False
-    if token.shape != positions[:, :1].shape:
-        return False
-    values["cls_token"], values["pos_embed"] = token + positions[:, :1], positions[:, 1:]
-    return True
-
-
 def adapt_tensor(name: str, value: Tensor, encoder: Encoder, template: Tensor) -> Tensor | None:
     """Return the tensor of a checkpoint with the shape of the encoder's ``template``, or None if it does not fit.
 
@@ -300,20 +278,9 @@ def adapt_tensor(name: str, value: Tensor, encoder: Encoder, template: Tensor) -
     if is_kernel and _without(value, 1) == _without(template, 1):
         return adapt_channels(value, template.shape[1])
     if name in POSITIONS and value.ndim == 3 and value.shape[2] == template.shape[2]:
-        side = _patches_per_side(encoder)
+        side = patches_per_side(encoder)
         return None if side is None else adapt_positions(value, side=side, prefix=template.shape[1] - side * side)
     return None
-
-
-def _patches_per_side(encoder: Encoder) -> int | None:
-    if encoder.patch_embedding is None or encoder.image_size is None:
-        return None
-    kernels = [weight for weight in encoder.get_submodule(encoder.patch_embedding).parameters() if weight.ndim == 4]
-    return encoder.image_size // kernels[0].shape[-1]
-
-
-def _is_square(count: int) -> bool:
-    return count > 0 and math.isqrt(count) ** 2 == count
 
 
 def _without(tensor: Tensor, axis: int) -> list[int]:

@@ -33,6 +33,13 @@ def test_ignored_files_name_the_packages_that_they_need(monkeypatch):
     ]
 
 
+def test_without_torch_a_package_is_installed_alone(monkeypatch):
+    monkeypatch.setattr(formats, "INSTALLED", frozenset())
+    monkeypatch.setattr(formats, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"TIFF images of this kind need tifffile \(pip install tifffile\)$"):
+        Decoding(channels=13, size=4)(TIFF)
+
+
 def test_only_the_first_file_of_dicom_imports_its_package():
     code = "import sys, fedssl.datasets.decoding; print('pydicom' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

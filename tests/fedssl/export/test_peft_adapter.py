@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,6 +49,26 @@ def export(folder, **options):
 def test_the_encoder_file_is_that_of_the_plain_architecture(conv):
     """Weights of adapted layers are W + alpha / r B A, and those of the others are the base layers."""
     assert_adapter_gives_encoder(conv)
+
+
+def test_the_printed_code_gives_peft_the_weights_before_training(vit, tmp_path, monkeypatch):
+    received = []
+
+    class PeftModel(torch.nn.Module):
+        @classmethod
+        def from_pretrained(cls, encoder, folder):
+            received.extend([encoder.state_dict(), folder])
+            return cls()
+
+    monkeypatch.setitem(sys.modules, "peft", SimpleNamespace(PeftModel=PeftModel))
+    printed = export(vit, output=tmp_path / "adapter")
+    exec(printed[printed.index("from peft") :], {})
+    weights, folder = received
+    base = read_base(vit / "base")
+    assert folder == str(tmp_path / "adapter")
+    assert weights.keys() == load_encoder(vit / "encoder.pt").state_dict().keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, torch.from_numpy(base[f"encoder.{name}"])), name
 
 
 def assert_adapter_gives_encoder(conv):

