@@ -50,7 +50,7 @@ def index_arrays(source: Source, query: Query) -> "ArrayIndex | None":
     if query.owner is None and len(files) > 1 and query.folders.startswith("owner"):
         owners = [np.full(count, file.stem) for (file, _), count in counts.items()]
     names = [name for _, name in chosen]
-    return ArrayIndex(
+    return _NpzIndex(
         name=query.name,
         count=sum(numbers),
         decoding=query.decoding,
@@ -130,6 +130,8 @@ class ArrayIndex(SequenceIndex):
     def places(self, rows: np.ndarray) -> list[Place]:
         return [Place(file, f"{name}, {row}") for file, name, row in map(self.images.place, rows)]
 
+
+class _NpzIndex(ArrayIndex):
     def values(self, name: str) -> Sequence[Any]:
         columns: dict[_Part, np.ndarray | None] = {}
         values = []
@@ -179,7 +181,7 @@ class ArrayImages(RecordSequence):
 def _read(parts: Sequence[_Part], channels: int, number: int) -> np.ndarray:
     file, name = parts[number]
     with _opened(file) as archive:
-        return _stack(_load(archive, name, file=file), channels)
+        return image_stack(_load(archive, name, file=file), channels)
 
 
 def _column(file: Path, name: str, images: str) -> np.ndarray | None:
@@ -269,13 +271,13 @@ def _count(part: _Part, channels: int) -> int:
             "channels in front of or behind the height and width"
         )
     try:
-        _stack(np.broadcast_to(np.zeros((), dtype), shape), channels)
+        image_stack(np.broadcast_to(np.zeros((), dtype), shape), channels)
     except ValueError as error:
         raise InputError(f"{file}: {name}: {error}") from error
     return shape[0]
 
 
-def _stack(array: np.ndarray, channels: int) -> np.ndarray:
+def image_stack(array: np.ndarray, channels: int) -> np.ndarray:
     """Return images as ``(n, height, width, channels)``; those of three axes are gray."""
     return as_images(array[..., None] if array.ndim == 3 else array, channels)
 

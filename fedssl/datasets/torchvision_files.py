@@ -16,10 +16,9 @@ import numpy as np
 
 from fedssl.config.literal import user_path
 from fedssl.config.overrides import did_you_mean
-from fedssl.datasets.image_index import Place, Query, SequenceIndex, file_line
+from fedssl.datasets.image_index import Query, SequenceIndex, file_line
 from fedssl.datasets.listing import exists, is_file
-from fedssl.datasets.npy import as_images
-from fedssl.datasets.npz import ArrayImages
+from fedssl.datasets.npz import ArrayImages, ArrayIndex, image_stack
 from fedssl.datasets.splits import split_of_word
 from fedssl.errors import InputError
 from fedssl.logs import log_once
@@ -112,7 +111,7 @@ def index_torchvision(root: Path, name: str, query: Query) -> SequenceIndex:
     if len(labels) != len(data.data):
         raise _damaged(root, name)
     log_once(logging.INFO, f"{root}: {split} of torchvision's {name}, {len(labels):,} images")
-    return _TorchvisionIndex(
+    return ArrayIndex(
         name=query.name,
         count=len(labels),
         decoding=query.decoding,
@@ -123,7 +122,7 @@ def index_torchvision(root: Path, name: str, query: Query) -> SequenceIndex:
             [(files[0], split)],
             np.zeros(len(labels), np.int64),
             np.arange(len(labels)),
-            read_array=cache(lambda _: _array(load(), query.decoding.channels)),
+            read_array=cache(lambda _: image_stack(np.asarray(load().data), query.decoding.channels)),
         ),
         labels=None if query.label is None else labels,
         classes=() if query.label is None else tuple(getattr(data, "classes", ())),
@@ -155,16 +154,3 @@ def _read(root: Path, name: str, split: str, stamp: str) -> Any:
         raise
     except Exception as error:  # damaged files can raise anything
         raise _damaged(root, name) from error
-
-
-def _array(data: Any, channels: int) -> np.ndarray:
-    """Return the images ``(n, height, width, channels)``."""
-    array = np.asarray(data.data)
-    return as_images(array[..., None] if array.ndim == 3 else array, channels)
-
-
-class _TorchvisionIndex(SequenceIndex):
-    images: ArrayImages
-
-    def places(self, rows: np.ndarray) -> list[Place]:
-        return [Place(file, f"{split}, {row}") for file, split, row in map(self.images.place, rows)]
