@@ -1,6 +1,8 @@
-"""Comparison of named arrays, whose order counts."""
+"""Comparison of named arrays, whose order counts, and their bytes as Flower sends them."""
 
+import io
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -21,3 +23,18 @@ def same_bits(one: Arrays, other: Arrays) -> bool:
         return [(name, array.dtype, array.shape, array.tobytes()) for name, array in arrays.items()]
 
     return bits(one) == bits(other)
+
+
+def npy(array: np.ndarray, **changed: Any) -> bytes:
+    """The bytes of an array, with parts of its header changed."""
+    file = io.BytesIO()
+    header = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape}
+    np.lib.format.write_array_header_1_0(file, header | changed)
+    return file.getvalue() + array.tobytes()
+
+
+def archive(array: np.ndarray) -> bytes:
+    """An archive of arrays, which `numpy.load` takes for one."""
+    file = io.BytesIO()
+    np.savez(file, a=array)
+    return file.getvalue()

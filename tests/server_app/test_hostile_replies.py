@@ -1,6 +1,5 @@
 """Every part of a reply, damaged in every way: its client is dropped with a sentence, or used, and others count."""
 
-import io
 import json
 import math
 import pickle
@@ -14,6 +13,7 @@ from fedssl.wire.wire_format import TABLE
 from server_app.exchanges.base import Reply
 from server_app.messaging import receive
 from server_app.round import Round
+from tests.arrays import archive, npy
 from tests.cases import some
 from tests.federation import Federation
 from tests.wire import arrived
@@ -30,20 +30,6 @@ KINDS = {
 TRACED = ("control variates", "products of LoRA")  # whose memory is measured, which takes three times as long
 NUMBERS = (-1, 2**63 - 1, 1.5, 1e308, math.nan, math.inf, [], [1], [0.5] * 1000)
 VALUES = (*NUMBERS, "x", "\x1b[2J\n" * 1000, b"x", True, 2**64 - 1, ["x"] * 1000)
-
-
-def npy(array, **changed):
-    """The bytes of an array, with parts of its header changed."""
-    file = io.BytesIO()
-    header = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape}
-    np.lib.format.write_array_header_1_0(file, header | changed)
-    return file.getvalue() + array.tobytes()
-
-
-def archive(array):
-    file = io.BytesIO()
-    np.savez(file, a=array)
-    return file.getvalue()
 
 
 def damaged_bytes(array):

@@ -1,6 +1,5 @@
 """Rounds of SecAgg+: exact sums with dropouts in every phase, Flower's own client and server, and invalid replies."""
 
-import io
 import logging
 import random
 from functools import partial
@@ -21,6 +20,7 @@ from fedssl.secure_aggregation.protocol import PHASES, SECAGG_CONFIG_KEY, TARGET
 from fedssl.secure_aggregation.server import TooFewParticipants, secure_mean_delta
 from server_app.messaging import ClientMessenger
 from simulation.grid import LocalGrid
+from tests.arrays import archive, npy
 
 LENGTH, CLIENTS = 50, 20  # 10 neighbors and a threshold of 6
 DEFAULTS = SecureAggregationSettings(clipping_range=8.0)
@@ -146,24 +146,10 @@ def values_of(reply):
     return reply.content.config_records[SECAGG_CONFIG_KEY]
 
 
-def npy(array, shape=None):
-    """An array as bytes, with another shape in their header."""
-    file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(file, {"descr": "<u4", "fortran_order": False, "shape": shape or array.shape})
-    return file.getvalue() + array.astype("<u4").tobytes()
-
-
-def archive():
-    """An archive of arrays, which `numpy.load` takes for one."""
-    file = io.BytesIO()
-    np.savez(file, a=np.zeros(LENGTH, np.uint32))
-    return file.getvalue()
-
-
 KEY = public_key_to_bytes(generate_key_pairs()[1])
 OTHER_CURVE = public_key_to_bytes(ec.generate_private_key(ec.SECP256R1()).public_key())
 OTHER_KIND = public_key_to_bytes(ed25519.Ed25519PrivateKey.generate().public_key())
-WEIGHT = npy(np.array([TARGET_RANGE]))
+WEIGHT, ZEROS = npy(np.array([TARGET_RANGE], np.uint32)), np.zeros(LENGTH + 1, np.uint32)
 INVALID = {
     "setup": [
         ({"pk1": 3}, "it sent no public keys"),
@@ -182,9 +168,9 @@ INVALID = {
         ({"masked_params": []}, "it sent no masked update"),
         ({"masked_params": [b"x", b"y"]}, "it sent no masked update"),
         ({"masked_params": 3}, "it sent no masked update"),
-        ({"masked_params": [WEIGHT, archive()]}, "it sent no masked update"),
-        ({"masked_params": [WEIGHT, npy(np.zeros(LENGTH), shape=(10**12,))]}, "it sent no masked update"),
-        ({"masked_params": [WEIGHT, npy(np.zeros(LENGTH + 1))]}, "its masked update is no vector of 50 integers"),
+        ({"masked_params": [WEIGHT, archive(ZEROS[1:])]}, "it sent no masked update"),
+        ({"masked_params": [WEIGHT, npy(ZEROS[1:], shape=(10**12,))]}, "it sent no masked update"),
+        ({"masked_params": [WEIGHT, npy(ZEROS)]}, "its masked update is no vector of 50 integers"),
     ],
     "unmask": [
         ({"nids": [], "shares": []}, "it sent shares of other nodes than its neighbors"),

@@ -1,4 +1,3 @@
-import io
 import tracemalloc
 from contextlib import suppress
 from dataclasses import replace
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from fedssl.wire.identity import NODE_INFO, NodeInfo, node_info_reply, read_node_info
 from fedssl.wire.messages import ClientUpdate, TrainPlan, with_last_used_round
 from fedssl.wire.records import Array, arrays_to_record, content_bytes, read_array, record_to_arrays
-from tests.arrays import same
+from tests.arrays import archive, npy, same
 
 KERNEL = np.arange(12, dtype=np.float32).reshape(3, 2, 2)
 LAYERS = {"encoder.conv.weight": KERNEL, "encoder.bn.num_batches_tracked": np.array(7, dtype=np.int64)}
@@ -70,14 +69,6 @@ def test_parts_of_a_methods_server_side_are_apart():
     assert same(back.layers, LAYERS)
 
 
-def npy(array, **changed):
-    """The bytes of an array, with parts of its header changed."""
-    file = io.BytesIO()
-    header = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape}
-    np.lib.format.write_array_header_1_0(file, header | changed)
-    return file.getvalue() + array.tobytes()
-
-
 @pytest.mark.parametrize(
     "array",
     [
@@ -97,19 +88,13 @@ def test_arrays_are_read_where_they_lie(array):
     assert not back.flags.writeable
 
 
-def zipped():
-    file = io.BytesIO()
-    np.savez(file, a=np.zeros(3))
-    return file.getvalue()
-
-
 ONE = np.arange(4, dtype=np.float32)
 
 
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (zipped(), "array w is not in NumPy's format"),  # an archive, which numpy.load takes
+        (archive(np.zeros(3)), "array w is not in NumPy's format"),  # an archive, which numpy.load takes
         (b"", "array w is not in NumPy's format"),
         (b"\x93NUMPY\x01\x00\xff\xff{" + b"(" * 70000, "array w is not in NumPy's format"),
         (b"\x93NUMPY\x09\x00" + npy(ONE)[8:], "array w is not in NumPy's format"),
