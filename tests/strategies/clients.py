@@ -38,6 +38,12 @@ def make_plan(round, layers):
     return TrainPlan(round=round, layers=layers, settings="", metrics=(), oldest_resumable_round=0, code_fingerprint="")
 
 
+def own_arrays(prefix, folder, client, *, before):
+    """The arrays with this prefix of the state that a client of a run has in round ``before``, by layer."""
+    state = load_tensors(folder / "clients" / "0000" / str(client), before=before)
+    return {key.removeprefix(prefix): np.asarray(value) for key, value in state.items() if "." in key[len(prefix) :]}
+
+
 def start_of(plan, name):
     """A layer of a plan in float64 as training starts: SwAV's prototypes have length 1, unlike their mean."""
     layer = plan.layers[name].astype(np.float64)

@@ -15,15 +15,9 @@ from strategies.types import AggregatedModel, GlobalModel
 from strategies.weighted_sum import WeightedSum
 from tests.federation import Federation
 from tests.server_app.small import Small
-from tests.states import load_tensors
-from tests.strategies.clients import start_of
+from tests.strategies.clients import own_arrays, start_of
 
 PLAIN = ["optimizer.momentum=0", "optimizer.weight_decay=0"]
-
-
-def gradient(folder, client, *, before):
-    state = load_tensors(folder / "clients" / "0000" / str(client), before=before)
-    return {name.removeprefix(OWN): np.asarray(value) for name, value in state.items() if "." in name[len(OWN) :]}
 
 
 def test_the_gradient_of_a_linear_term_is_its_slope():
@@ -63,7 +57,7 @@ def test_rounds_equal_a_slow_transcription(tmp_path, method):
             for client, model in zip(clients, models, strict=True):
                 g[client][name] = g[client][name] - alpha * (model[name] - start_of(plan, name))
         for client in clients:
-            for name, value in gradient(tmp_path, client, before=round + 1).items():
+            for name, value in own_arrays(OWN, tmp_path, client, before=round + 1).items():
                 np.testing.assert_allclose(value, g[client][name], rtol=1e-4, atol=1e-6)
 
 
@@ -79,7 +73,7 @@ def test_a_step_is_corrected_by_both_terms(tmp_path):
     plain.state = replace(plain.state, models={"global": model})
     plain.run(1)
     usual = ClientUpdate.from_content(plain.updates[3], 0).layers
-    for name, value in gradient(tmp_path / "dynamic", 0, before=2).items():
+    for name, value in own_arrays(OWN, tmp_path / "dynamic", 0, before=2).items():
         np.testing.assert_allclose(update[name] - usual[name], 0.03 * value, atol=2e-6)
 
 

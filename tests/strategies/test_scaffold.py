@@ -14,19 +14,13 @@ from strategies.scaffold import OWN, Scaffold, control_change
 from strategies.types import AggregatedModel, GlobalModel
 from tests.federation import Federation
 from tests.server_app.small import update_validator
-from tests.states import load_tensors
-from tests.strategies.clients import start_of
+from tests.strategies.clients import own_arrays, start_of
 
 SCAFFOLD = ["strategy=scaffold", "optimizer.momentum=0", "optimizer.weight_decay=0"]
 
 
 def array(*values):
     return np.array(values, dtype=np.float32)
-
-
-def own(folder, client, *, before):
-    state = load_tensors(folder / "clients" / "0000" / str(client), before=before)
-    return {name.removeprefix(OWN): np.asarray(value) for name, value in state.items() if "." in name[len(OWN) :]}
 
 
 def test_the_change_of_a_control_variate_by_hand():
@@ -77,7 +71,7 @@ def test_three_rounds_equal_a_slow_transcription(tmp_path, method):
             changes.append(change)
         c = {name: c[name] + sum(change[name] for change in changes) / 3 for name in names}
         for client in clients:
-            kept = own(tmp_path, client, before=round + 1)
+            kept = own_arrays(OWN, tmp_path, client, before=round + 1)
             assert kept.keys() == set(names)
             for name in names:
                 np.testing.assert_allclose(kept[name], c_i[client][name], rtol=1e-4, atol=1e-5)
@@ -99,7 +93,7 @@ def test_gradients_are_corrected_by_the_difference_of_control_variates(tmp_path)
     for reply, usual, client in zip(corrected.updates[3:], plain.updates[3:], range(3), strict=True):
         layers, others = (ClientUpdate.from_content(content, 0).layers for content in (reply, usual))
         c = TrainPlan.from_content(corrected.plans[3]).strategy_arrays
-        c_i = own(tmp_path / "corrected", client, before=2)
+        c_i = own_arrays(OWN, tmp_path / "corrected", client, before=2)
         for name in corrected.method.trainable:
             np.testing.assert_allclose(layers[name] - others[name], 0.03 * (c_i[name] - c[name]), atol=2e-6)
 
@@ -110,7 +104,7 @@ def test_control_variates_are_never_rounded(tmp_path, dtype):
     federation.run(2)
     assert not any(array.numpy().any() for array in federation.plans[0][STRATEGY_BROADCAST].values())
     c = federation.state.models["global"].strategy_state["control"]
-    mean = {name: sum(own(tmp_path, client, before=3)[name] for client in range(3)) / 3 for name in c}
+    mean = {name: sum(own_arrays(OWN, tmp_path, client, before=3)[name] for client in range(3)) / 3 for name in c}
     for name, value in c.items():
         np.testing.assert_allclose(value, mean[name], rtol=1e-4, atol=1e-6)
     assert all(STRATEGY_UPLOAD in update for update in federation.updates)
@@ -171,7 +165,7 @@ def test_clients_that_never_train_do_not_count(tmp_path):
     federation.run(2)
     trained = [row.client for row in federation.report.clients]
     assert trained == [0, 1, 2, 4]  # client 3 has two images
-    controls = [own(tmp_path, client, before=3) for client in trained]
+    controls = [own_arrays(OWN, tmp_path, client, before=3) for client in trained]
     for name, c in federation.state.models["global"].strategy_state["control"].items():
         np.testing.assert_allclose(c, sum(one[name] for one in controls) / 4, rtol=1e-4, atol=1e-6)
 

@@ -22,17 +22,12 @@ from fedssl.export import Preprocess, load_encoder
 from fedssl.export.formats import export
 from fedssl.export.huggingface import model_card
 from fedssl.export.source import ExportSource
+from tests.fedssl.datasets.made import encoded
 from tests.fedssl.export.test_encoder_file import METADATA, save
 from tests.fedssl.export.test_formats import VIT, source_of
 
 PLAIN = Preprocess(size=8, mean=(0.0,) * 3, std=(1.0,) * 3)
 GRAY = Preprocess(size=2, mean=(0.0,), std=(1.0,))
-
-
-def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, form, **options)
-    return file.getvalue()
 
 
 def opened(content: bytes) -> Image.Image:

@@ -8,11 +8,7 @@ import torch
 from torch import Tensor
 
 from fedssl.losses.contrastive import info_nce, nt_xent, nt_xent_one_sided
-from tests.fedssl.losses.vectors import E1, E2, draw
-
-
-def cosine(a: Tensor, b: Tensor) -> float:
-    return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
+from tests.fedssl.losses.vectors import E1, E2, cosine, draw
 
 
 def slow_nt_xent(z1: Tensor, z2: Tensor, temperature: float, negatives: Iterable[Tensor] = ()) -> float:

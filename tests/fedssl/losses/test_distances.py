@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedssl.losses import byol, feature_mse, negative_cosine, similarity_distillation, teacher_distance
-from tests.fedssl.losses.vectors import E1, E2, assert_gradients, draw, slow_cross_entropy, slow_softmax
+from tests.fedssl.losses.vectors import E1, E2, assert_gradients, cosine, draw, slow_cross_entropy, slow_softmax
 
 
 def test_negative_cosine_by_hand() -> None:
@@ -46,10 +46,6 @@ def test_no_gradient_flows_into_targets() -> None:
 
 
 SHARP = {"student_temperature": 0.5, "teacher_temperature": 0.2}
-
-
-def cosine(a: Tensor, b: Tensor) -> float:
-    return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
 
 
 def test_teacher_distance_by_hand() -> None:

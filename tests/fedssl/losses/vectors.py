@@ -1,4 +1,4 @@
-"""Random vectors, by seed, unit vectors, slow sums, and a check of gradients."""
+"""Random vectors, by seed, unit vectors, slow sums and cosines, and a check of gradients."""
 
 import math
 from collections.abc import Sequence
@@ -12,6 +12,10 @@ E1, E2 = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
 def draw(*shape: int, seed: int = 0, count: int = 2) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(*shape, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
 
 
 def slow_softmax(values: Sequence[float]) -> list[float]:
