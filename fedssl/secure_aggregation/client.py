@@ -59,7 +59,6 @@ class SecAggState:
 
     phase: str = UNMASK  # the last one
     node: int = 0
-    sample_num: int = 0
     share_num: int = 0
     threshold: int = 0
     clipping_range: float = 0.0
@@ -92,7 +91,6 @@ def setup(values: Mapping[str, Any], *, node: int) -> tuple[SecAggState, Record]
     (mask_key, mask_public), (share_key, share_public) = generate_key_pairs(), generate_key_pairs()
     state = SecAggState(
         node=node,
-        sample_num=values["sample_num"],
         share_num=values["share_num"],
         threshold=values["threshold"],
         clipping_range=values["clipping_range"],

@@ -166,7 +166,7 @@ def test_the_state_of_secure_aggregation_comes_back(device, supervisor):
     used = copy.deepcopy(device)
     reply = forward(message(RecordDict({SECAGG_CONFIG_KEY: ConfigRecord(SETUP)})), used, supervisor=supervisor)
     assert not reply.has_error(), reply.error.reason
-    assert used.state.config_records[STATE]["sample_num"] == SETUP["sample_num"]
+    assert used.state.config_records[STATE]["share_num"] == SETUP["share_num"]
 
 
 def test_only_the_user_can_reach_the_socket(plan, device, supervisor, monkeypatch, runtime_folder):
