@@ -40,6 +40,7 @@ from fedssl.wire.delivery import EncoderDelivery
 from simulation.sweep_state import plan_jobs
 from strategies.topology import read_edges
 from tests.fedssl.partition.made import partition_input
+from tests.fedssl.test_safe_io import Calls
 from tests.methods import teacher_file
 
 SECRET = "a5f1d29c77"
@@ -60,18 +61,10 @@ def typical(marker):
     return [call, {"a": [{"b": {"c": [[call]]}}]}, values[6]]
 
 
-class Pickled:
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (self.marker,)
-
-
 @pytest.fixture
 def marker(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET", SECRET)
-    (tmp_path / "marker.pickle").write_bytes(pickle.dumps(Pickled(str(tmp_path / "marker"))))
+    (tmp_path / "marker.pickle").write_bytes(pickle.dumps(Calls(os.mkdir, str(tmp_path / "marker"))))
     return str(tmp_path / "marker")
 
 
@@ -309,7 +302,7 @@ PICKLE_READERS = {
 def test_pickles(reader, marker, tmp_path):
     read, of_torch = PICKLE_READERS[reader]
     file = tmp_path / ("encoder.pt" if of_torch else "representations.npz")
-    for value in (Pickled(marker), {"a": [{"b": [Pickled(marker)]}]}):
+    for value in (Calls(os.mkdir, marker), {"a": [{"b": [Calls(os.mkdir, marker)]}]}):
         if of_torch:
             for zipped in (True, False):
                 torch.save({"w": torch.ones(2), "x": value}, file, _use_new_zipfile_serialization=zipped)
@@ -318,7 +311,7 @@ def test_pickles(reader, marker, tmp_path):
             np.savez(file, x=np.array([value], dtype=object))
             not_used(lambda: read(file), marker)
     for protocol in (0, 2, 4):
-        file.write_bytes(pickle.dumps(Pickled(marker), protocol))
+        file.write_bytes(pickle.dumps(Calls(os.mkdir, marker), protocol))
         not_used(lambda: read(file), marker)
 
 

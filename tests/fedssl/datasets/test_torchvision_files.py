@@ -19,6 +19,7 @@ from fedssl.datasets.base import forget_images, load_federated, load_split
 from fedssl.datasets.torchvision_files import class_of
 from fedssl.errors import InputError
 from tests.fedssl.datasets.made import settings_of, table
+from tests.fedssl.test_safe_io import Calls
 
 pytestmark = pytest.mark.usefixtures("no_network_and_no_cache")
 
@@ -69,13 +70,8 @@ def test_pickles_of_cifar10(root, cifar10, name, is_root, storage):
     assert len(limited.labels) == 3
 
 
-class _Executed:
-    def __reduce__(self):
-        return pytest.fail, ("a pickle was executed",)
-
-
 def test_another_pickle_is_not_opened(cifar10):
-    (cifar10 / "data_batch_1").write_bytes(pickle.dumps(_Executed()))
+    (cifar10 / "data_batch_1").write_bytes(pickle.dumps(Calls(pytest.fail, "a pickle was executed")))
     with pytest.raises(InputError, match="files of torchvision's CIFAR10 are missing or damaged; unpack its arch"):
         load_split(settings_of("cifar10", path=str(cifar10)), "train")
 

@@ -18,6 +18,7 @@ from fedssl.export.cli import run as export
 from fedssl.export.weights import write_safetensors
 from fedssl.pretrained.checkpoints import read_checkpoint
 from fedssl.pretrained.loading import initial_pixels, initial_statistics, load_pretrained
+from tests.fedssl.test_safe_io import Calls
 
 WEIGHT = torch.arange(6.0).reshape(2, 3)
 
@@ -63,20 +64,12 @@ def test_encoder_files_state_heads_statistics_and_pixels(tmp_path):
         assert initial_pixels(source)["window"] == [-1000, 3000]
 
 
-class Malicious:
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (self.marker,)
-
-
 @pytest.mark.parametrize("legacy", [False, True])
 def test_code_is_not_run(legacy, tmp_path):
     marker = tmp_path / "marker"
-    content = {"weight": WEIGHT, "x": Malicious(str(marker))}
+    content = {"weight": WEIGHT, "x": Calls(os.mkdir, str(marker))}
     torch.save(content, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
-    (tmp_path / "b.pt").write_bytes(pickle.dumps(Malicious(str(marker))))
+    (tmp_path / "b.pt").write_bytes(pickle.dumps(Calls(os.mkdir, str(marker))))
     for name in ("a.pt", "b.pt"):
         with pytest.raises(InputError, match="has more than tensors and plain values .*store its state dict alone"):
             read_checkpoint(tmp_path / name)
