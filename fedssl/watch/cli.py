@@ -48,8 +48,6 @@ _MIN_COMPRESSED = 1000  # bytes
 class WatchServer(ThreadingHTTPServer):
     """The server of a `Watcher` at ``host`` and the given port, or at the first free one from `PORT` on."""
 
-    daemon_threads = True
-
     def __init__(self, watcher: Watcher, *, host: str = "127.0.0.1", port: int | None = None) -> None:
         self.watcher, self.key = watcher, secrets.token_urlsafe(16)
         self.page = render("watch/page.html.j2", polls=True)
