@@ -147,7 +147,7 @@ def evaluation_problem(data: DataSettings, *, needs_labels: bool = True) -> str 
         else:
             reason = "names images without labels"
             remedies += ["name the column of the labels with dataset.label=COLUMN"] if "label" in keys else []
-            remedies += ["use one subfolder per class"] if "folders" in keys else []
+            remedies += ["use a subfolder for each of two or more classes"] if "folders" in keys else []
         return f"the data set has no {labels}{name} images ({setting} {reason}); {', or '.join(remedies)}"
     problem = label_problem(*labeled) if needs_labels else None
     return problem and f"{problem}, so that nothing can be classified; add images of other classes to dataset.path"

@@ -104,7 +104,7 @@ def test_what_is_missing_for_an_evaluation_is_said(flat, classes):
             [*own, f"dataset.path={flat}"],
             "the data set has no labeled training images (dataset.splits.train=train names images without "
             "labels); set dataset.splits.train to a split with labeled images, or name the column of the labels with "
-            "dataset.label=COLUMN, or use one subfolder per class",
+            "dataset.label=COLUMN, or use a subfolder for each of two or more classes",
         ),
         (
             ["dataset=digits", "dataset.splits.train=null"],
