@@ -12,9 +12,11 @@ from PIL import Image
 
 from client_app import handlers
 from fedssl.flower_internals import RUN_ID, set_task_identity
+from server_app import nodes
 from server_app.app import app as server_app
 from simulation.grid import LocalGrid
 
+nodes.DISCOVERY_GRACE_SECONDS = 0.0  # all devices are there from the start
 FORM = ["dataset=folder", "dataset.size=8", "dataset.channels=1", "dataset.mean=[0.4]", "dataset.std=[0.3]"]
 SMALL = [*FORM, "local_epochs=1", "encoder.width=4", "threads=1", "batch_size=8", "device=cpu", "evaluation=none"]
 SMALL += ["final_evaluation=none", "collapse_images=0", "measure_resources=false"]

@@ -24,7 +24,6 @@ from fedssl.fleet.limits import Limits
 from fedssl.wire.device import installed_versions
 from fedssl.wire.identity import NodeInfo, read_node_info
 from fedssl.wire.messages import CONFIG, ClientUpdate, TrainPlan
-from server_app import nodes
 from server_app.build import build_run
 from server_app.round import Round
 from strategies.types import ServerState
@@ -38,9 +37,7 @@ def plan(tmp_path_factory):
     """The content of a genuine message to a device."""
     folder = tmp_path_factory.mktemp("server")
     device = context(data_path=write_images(folder / "images", 6), state_path=folder / "states", client_name="a")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
-        components = build_run(Devices(device), compose([*WORDS, f"output_dir={folder / 'run'}"]))
+    components = build_run(Devices(device), compose([*WORDS, f"output_dir={folder / 'run'}"]))
     return Round(components.federation, ServerState()).messages[0].content
 
 

@@ -26,7 +26,6 @@ from fedssl.flower_internals import assign_message_id, context_to_bytes, message
 from fedssl.secure_aggregation.client import SECAGG_CONFIG_KEY, STATE
 from fedssl.wire.identity import read_node_info
 from fedssl.wire.messages import CONFIG, ClientUpdate
-from server_app import nodes
 from server_app.build import build_run
 from server_app.round import Round
 from strategies.types import ServerState
@@ -81,10 +80,8 @@ def device(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plan(device, tmp_path_factory):
     """The content of a genuine message to a device."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
-        settings = compose([*OVERRIDES, f"output_dir={tmp_path_factory.mktemp('server') / 'run'}"])
-        components = build_run(Devices(copy.deepcopy(device)), settings)
+    settings = compose([*OVERRIDES, f"output_dir={tmp_path_factory.mktemp('server') / 'run'}"])
+    components = build_run(Devices(copy.deepcopy(device)), settings)
     return Round(components.federation, ServerState()).messages[0].content
 
 

@@ -8,7 +8,6 @@ from client_app import handlers
 from fedssl.fleet.encoders import stored_encoders
 from fedssl.flower_internals import error_reply
 from fedssl.wire.messages import CONFIG, LAST_USED_ROUND
-from server_app import nodes
 from tests.devices import SMALL, Devices, context, run_server_app, write_places
 from tests.runs import model_bits, read_lines
 
@@ -21,11 +20,6 @@ STRATEGIES = {
 }
 
 DELIVERED = ["engine=deployment", "engine.address=10.0.0.1:1", "engine.root_certificates=x"]
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch):
-    monkeypatch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -30,11 +30,6 @@ class AskedGrid(LocalGrid):
     partition_nodes = None
 
 
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch):
-    monkeypatch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
-
-
 @pytest.fixture
 def places(tmp_path):
     """Folders of images of three owners, of whom each has another number."""

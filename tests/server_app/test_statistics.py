@@ -22,7 +22,6 @@ from fedssl.runs.run import read_run
 from fedssl.statistics.exchange import LAYER, answer
 from fedssl.statistics.sums import DTYPES
 from fedssl.wire.records import EXACT
-from server_app import nodes
 from server_app.build import build_components
 from server_app.statistics import with_statistics
 from simulation.grid import LocalGrid, simulated_clients
@@ -284,9 +283,8 @@ def devices(tmp_path, sizes, **others):
     ]
 
 
-def test_devices_send_statistics_before_the_first_round(tmp_path, monkeypatch):
+def test_devices_send_statistics_before_the_first_round(tmp_path):
     """One of them takes part in secure aggregation only, and refuses; what leaves a device is in its history."""
-    monkeypatch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
     form = ["dataset=folder", "dataset.size=8", "dataset.channels=1", "dataset.mean=federated", "device=cpu"]
     words = [*form, "num_clients=3", "rounds=1", "local_epochs=1", "encoder.width=4", "threads=1", "batch_size=8"]
     words += ["evaluation=none", "final_evaluation=none", "collapse_images=0", f"output_dir={tmp_path / 'run'}"]

@@ -3,12 +3,10 @@
 import json
 
 from fedssl.fleet import device_cli, history
-from server_app import nodes
 from tests.devices import SMALL, Devices, context, run_server_app, write_images
 
 
-def test_training_refusals_and_encoders_are_recorded_and_shown(tmp_path, monkeypatch):
-    monkeypatch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
+def test_training_refusals_and_encoders_are_recorded_and_shown(tmp_path):
     (tmp_path / "limits.yaml").write_text("max_rounds_per_day: 2\n")
     places = {name: {"data_path": write_images(tmp_path / name, 9), "client_name": name} for name in "ab"}
     made = [context(**place, state_path=tmp_path / "states" / name) for name, place in places.items()]

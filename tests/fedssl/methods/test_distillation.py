@@ -25,7 +25,6 @@ from fedssl.seeding import torch_generator
 from fedssl.training import LocalTrainer, train
 from fedssl.views import Views
 from fedssl.wire.messages import CONFIG
-from server_app import nodes
 from server_app.build import build_run
 from server_app.checkpoint import latest_checkpoint
 from server_app.initial_weights import load_teacher
@@ -193,9 +192,8 @@ DEVICE = [*FORM, "rounds=3", "local_epochs=1", "encoder.width=4", "strategy=feda
 
 
 @pytest.fixture
-def devices(tmp_path, monkeypatch):
+def devices(tmp_path):
     """The configuration of a device, and a run with it."""
-    monkeypatch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
     images = write_images(tmp_path / "images", 6, size=12)
     device = context(data_path=images, state_path=tmp_path / "states", client_name="a")
     settings = compose([*DEVICE, *overrides_of("distillation"), f"output_dir={tmp_path / 'run'}"])

@@ -23,15 +23,9 @@ from fedssl.fleet.certificates import load_signing_key, sign
 from fedssl.fleet.encoders import METRICS, encoder_quality, store_encoder, stored_encoders
 from fedssl.fleet.history import read_history
 from fedssl.wire.delivery import EncoderDelivery
-from server_app import nodes
 from server_app.callbacks.delivery import load_signer
 from tests.devices import SMALL, Devices, context, run_server_app, write_images
 from tests.fleet import DEPLOY
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch):
-    monkeypatch.setattr(nodes, "DISCOVERY_GRACE_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
