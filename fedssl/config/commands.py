@@ -165,5 +165,5 @@ def encoder_file(source: Path) -> Path:
         if several:  # the run has several models
             advice = f"the run has {len(several)} encoders; give one of them: {shlex.quote(f'encoder={several[0]}')}"
         raise InputError(f"{file} does not exist; {advice}")
-    warn_unless_finished(file.parent)
+    warn_unless_finished(file)
     return file

@@ -78,9 +78,11 @@ def resume_command(folder: Path) -> str:
     return command
 
 
-def warn_unless_finished(folder: Path) -> None:
-    """Log that the encoder in a folder is that of an earlier round, if its run was continued or sends it meanwhile."""
-    if not (folder / "metrics.jsonl").is_file():  # not a run, or the parts of one that somebody passed on
+def warn_unless_finished(encoder: Path) -> None:
+    """Log that the encoder of a run may be that of an earlier round, if the run was continued or sends it meanwhile."""
+    folder = encoder.parent
+    # Not a run, or the parts of one that somebody passed on; or `INITIAL_ENCODER_FILE`.
+    if not (folder / "metrics.jsonl").is_file() or not encoder.name.startswith("encoder"):
         return
     with suppress(InputError):  # a damaged summary counts as missing
         if '\n  "status": "finished",' in (read_text(folder / "summary.json") or ""):

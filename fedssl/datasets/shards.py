@@ -145,7 +145,7 @@ def _check_end(file: Path, stream: _Gzip | BufferedReader, end: int) -> None:
 def _keyed(names: list[str]) -> list[tuple[str, str]]:
     """Return key and ending of each name: parted at the first dot, as in WebDataset, or the last if keys have dots.
 
-    Keys have dots if there are many endings, if more endings than keys have a number, such as that of ``scan.012.png``,
+    Keys have dots if there are many endings, if all files would be one sample and have a number, as ``scan.012.png``,
     or if only the last dot leaves texts, such as that of ``1.5mm.cls``, to as many samples.
     """
     split = [(folder + slash, base) for folder, slash, base in (name.rpartition("/") for name in names)]
@@ -154,10 +154,10 @@ def _keyed(names: list[str]) -> list[tuple[str, str]]:
         for part in (str.partition, str.rpartition)
     )
     keys, endings = {key for key, _ in first}, {ending for _, ending in first}
-    has_numbers = sum(_NUMBER.search(ending) is not None for ending in endings) > len(keys)
+    is_numbered = len(keys) == 1 and all(map(_NUMBER.search, endings))
     loses_texts = not endings & {*_TEXTS} and any(ending in _TEXTS for _, ending in last)
     is_same_number = len(keys) == len({key for key, _ in last})
-    return last if len(endings) > _MAX_ENDINGS or has_numbers or (loses_texts and is_same_number) else first
+    return last if len(endings) > _MAX_ENDINGS or is_numbered or (loses_texts and is_same_number) else first
 
 
 def _rows(

@@ -55,8 +55,8 @@ transform = timm.data.create_transform(**timm.data.resolve_model_data_config(enc
 features = encoder(transform(image)[None]).detach()
 ```
 
-Transparent pixels were white in training. Pillow clips 16-bit values: for such images, this is the preprocessing of
-training, also of a list of files:
+Transparent pixels had the value BACKGROUND of 255 in training. Pillow clips 16-bit values: for such images, this is the
+preprocessing of training, also of a list of files:
 
 ```python
 from fedssl.export import Preprocess
@@ -197,7 +197,7 @@ def _timm_code(preprocess: Preprocess) -> str:
     """Return code with timm's transform where it has the values of training, for images of 8 bits."""
     convert = _CONVERT.get(len(preprocess.mean)) if preprocess.takes_bytes else None
     code = _TIMM_FILES if convert is None else _TIMM.replace("CONVERT", convert)
-    return code.replace("PREPROCESS", repr(preprocess))
+    return code.replace("PREPROCESS", repr(preprocess)).replace("BACKGROUND", str(preprocess.background))
 
 
 def _scaling(preprocess: Preprocess) -> str:

@@ -59,7 +59,6 @@ _REMEDIES = {
         rf".*\.({_STATISTICS})": "set encoder.norm=batch",
     },
     "have other shapes": {
-        _OTHER_POSITIONS: "set encoder.pool=token",  # one position more than patches
         r"conv1\.weight \(.*": "set encoder.stem to that of the weights (imagenet: 7x7, small: 3x3)",
         rf"{_REGISTERS} \(.*": _SET_REGISTERS,
     },
@@ -225,8 +224,8 @@ def _widened(tensor: Tensor) -> Tensor:
 def _remedy(encoder: Encoder, problems: Mapping[str, Collection[str]]) -> str:
     """Return what to do about tensors that do not fit, by how they do not."""
     found = [(kind, name) for kind, names in problems.items() for name in names]
-    if any(re.fullmatch(_CLASS, name) for name in encoder.state_dict()):  # the remedy of other positions
-        found = [(kind, name) for kind, name in found if not re.fullmatch(_OTHER_POSITIONS, name)]
+    # Positions follow from the class token and the registers, whose remedies are theirs.
+    found = [(kind, name) for kind, name in found if not re.fullmatch(_OTHER_POSITIONS, name)]
     if any(_ADAPTER.search(name) for _, name in found):
         return (
             "it is the encoder of a run with tuning=adapter, which no other run can start from; set encoder.weights to "

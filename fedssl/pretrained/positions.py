@@ -51,14 +51,18 @@ def fold_class_position(values: dict[str, Tensor], encoder: Encoder) -> bool:
 def fold_register_positions(values: dict[str, Tensor], encoder: Encoder) -> bool:
     """Add the positions of registers, which timm's networks have, to the registers of an encoder without them.
 
-    ``values`` are tensors by the encoder's names, which are replaced. Return whether they were.
+    Where the number of positions has two meanings, that of the encoder's own square of patches counts. ``values`` are
+    tensors by the encoder's names, which are replaced. Return whether they were.
     """
     side, tokens, positions = patches_per_side(encoder), values.get("register_tokens"), values.get(LEARNED)
     if side is None or tokens is None or positions is None or positions.ndim != 3:
         return False
     before = encoder.state_dict()[LEARNED].shape[1] - side * side
     end, count = before + tokens.shape[1], positions.shape[1]
-    if _is_square(count - before) or not _is_square(count - end) or tokens.shape != positions[:, before:end].shape:
+    is_without = _is_square(count - before) or _is_square(count)
+    if count - end != side * side and (is_without or not _is_square(count - end)):
+        return False
+    if tokens.shape != positions[:, before:end].shape:
         return False
     values["register_tokens"] = tokens + positions[:, before:end]
     values[LEARNED] = torch.cat((positions[:, :before], positions[:, end:]), dim=1)
@@ -69,11 +73,13 @@ def has_fixed_positions(tensor: Tensor, encoder: Encoder) -> bool:
     """Return whether a tensor has the fixed positions that the encoder computes, with zeros for prefix tokens."""
     from fedssl.encoders.torchvision_networks import ViTEncoder  # here: slow import
 
-    patches = tensor.shape[1] - encoder.num_prefix_tokens if tensor.ndim == 3 else 0
-    if not isinstance(encoder, ViTEncoder) or LEARNED in encoder.state_dict() or not _is_square(patches):
+    if not isinstance(encoder, ViTEncoder) or tensor.ndim != 3 or tensor.shape[2] != encoder.feature_dim:
         return False
-    fixed = sincos_position_embedding(math.isqrt(patches), encoder.feature_dim)
-    expected = torch.cat((fixed.new_zeros(encoder.num_prefix_tokens, encoder.feature_dim), fixed))[None]
+    before = encoder.num_prefix_tokens
+    if not _is_square(tensor.shape[1] - before):
+        return False
+    fixed = sincos_position_embedding(math.isqrt(tensor.shape[1] - before), encoder.feature_dim)
+    expected = torch.cat((fixed.new_zeros(before, encoder.feature_dim), fixed))[None]
     return tensor.shape == expected.shape and torch.allclose(tensor.float(), expected, atol=1e-3)
 
 

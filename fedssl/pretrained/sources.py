@@ -55,11 +55,10 @@ def file_of(source: str) -> Path | None:
     if prefix:
         return None
     path = Path(name)
-    if not path.is_dir():
-        return path
-    for file in (path / "encoder.pt", path / "model.safetensors"):
-        if file.is_file():
-            warn_unless_finished(path)
+    files = [path / "encoder.pt", path / "model.safetensors"] if path.is_dir() else [path]
+    for file in files:
+        if file.is_file() or file == path:
+            warn_unless_finished(file)
             return file
     raise InputError(
         f"encoder.weights={path} is a folder without encoder.pt or model.safetensors; set the folder of a finished "

@@ -44,18 +44,22 @@ def test_the_encoder_of_a_continued_run_is_a_warning(tmp_path, caplog):
     run([*QUICK, "rounds=1", f"output_dir={folder}"])
     stored = (folder / "encoder.pt").read_bytes()
 
-    def warnings():
+    (folder / "initial_encoder.pt").write_bytes(stored)  # from which a run with encoder.weights is resumed
+
+    def warnings(read, source):
         caplog.clear()
-        for read, source in ((encoder_file, folder), (encoder_file, folder / "encoder.pt"), (file_of, str(folder))):
-            log_once.cache_clear()
-            read(source)
+        log_once.cache_clear()
+        read(source)
         return list(caplog.messages)
 
-    assert warnings() == []
+    reads = [(encoder_file, folder), (encoder_file, folder / "encoder.pt")]
+    reads += [(file_of, str(folder)), (file_of, str(folder / "encoder.pt"))]
+    assert [warnings(*one) for one in reads] == [[]] * 4
     run([f"resume={folder}", "rounds=3", "pause_after=2"])
     assert (folder / "encoder.pt").read_bytes() == stored
     expected = f"the run {folder} is not finished, and its encoder may be of an earlier round; finish the run with "
-    assert warnings() == [f"{expected}fedssl resume={folder}"] * 3
+    assert [warnings(*one) for one in reads] == [[f"{expected}fedssl resume={folder}"]] * 4
+    assert warnings(file_of, str(folder / "initial_encoder.pt")) == []
 
 
 def test_a_continued_run_has_no_summary_of_its_former_end(tmp_path, monkeypatch):

@@ -176,17 +176,20 @@ def test_samples_whose_keys_have_dots_keep_their_labels(tmp_path: Path) -> None:
 
 def test_slices_with_numbers_are_samples(tmp_path: Path) -> None:
     numbers = range(1, 14)
-    for name, scans in (("one", ["a"]), ("two", ["a", "b"])):
-        members = {f"{scan}.{number:04d}.png": png(make_image(number)) for scan in scans for number in numbers}
-        shard(tmp_path / name / "train.tar", members)
-        assert first_pixels(read(tmp_path / name).images) == [*numbers] * len(scans)
-    views = {f"{number:04d}.{view}.png": png(make_image(view)) for number in range(2) for view in range(3)}
-    shard(tmp_path / "views" / "train.tar", views)
-    assert first_pixels(read(tmp_path / "views", image="1.png").images) == [1] * 2
-    sizes = {f"{number}.224.png": png(make_image(number)) for number in numbers}
-    texts = {f"{number}.cls": b"%d" % (number % 2) for number in numbers}
-    shard(tmp_path / "sizes" / "train.tar", sizes | texts)
-    assert read(tmp_path / "sizes").labels.tolist() == [1, 0] * 6 + [1]
+    shard(tmp_path / "scan" / "train.tar", {f"a.{number:04d}.png": png(make_image(number)) for number in numbers})
+    assert first_pixels(read(tmp_path / "scan").images) == [*numbers]
+
+
+@pytest.mark.parametrize(
+    ("keys", "views", "texts"),
+    [(("1", "2"), ("10", "11", "12"), ()), (("1",), ("0", "1"), ()), (("1",), ("10", "11"), ("1",))],
+)
+def test_numbered_views_of_a_sample_are_columns(tmp_path: Path, keys, views, texts) -> None:
+    members = {f"{key}.{view}.png": png(make_image(int(view))) for key in keys for view in views}
+    shard(tmp_path / "train.tar", members | {f"{key}.cls": b"1" for key in texts})
+    data = read(tmp_path, image=f"{views[-1]}.png")
+    assert first_pixels(data.images) == [int(views[-1])] * len(keys)
+    assert data.labels is None or data.labels.tolist() == [1]
 
 
 def test_several_images_of_a_sample_are_columns(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def card_features(folder: Path, file: Path, *, block: int) -> torch.Tensor:
     [
         (1, {"window": [0, 4000]}, 0),
         (1, {"percentiles": [1, 99]}, 0),
-        (1, {}, 1),  # after the block with timm's transform, for images of 8 bits
+        (1, {"background": 7}, 1),  # after the block with timm's transform, for images of 8 bits
         (5, {}, 0),
     ],
     ids=["window", "percentiles", "deep", "channels"],
@@ -57,3 +57,5 @@ def test_the_card_reads_files_as_in_training(tmp_path: Path, channels: int, pixe
     expected = made.encoder(made.encoder.preprocess(file)).detach()
     found = card_features(tmp_path / "folder", file, block=block)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    stated = "had the value 7 of 255" in (tmp_path / "folder" / "README.md").read_text()
+    assert stated == (block == 1)

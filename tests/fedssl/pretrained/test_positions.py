@@ -70,6 +70,17 @@ def test_positions_of_registers_are_added_to_them(tmp_path: Path):
     torch.testing.assert_close(dict(ours.state_dict()), expected, rtol=0, atol=0)
 
 
+def test_positions_of_patches_alone_are_not_those_of_registers(tmp_path: Path):
+    """Of 9 positions, those of 3 x 3 patches and those of a class token, 4 registers and 2 x 2 patches."""
+    for size, is_folded in ((8, True), (16, False)):
+        ours = vit_tiny(**{**SMALL, "size": size}, positions="learned", registers=4)
+        theirs = {**ours.state_dict(), "encoder.pos_embedding": torch.rand(1, 9, 32)}
+        torch.save(theirs, tmp_path / f"{size}.pt")
+        assert ("by their positions" in load_pretrained(ours, str(tmp_path / f"{size}.pt"))) == is_folded
+        stored = torch.load(tmp_path / f"{size}.pt")["register_tokens"]
+        assert torch.equal(ours.register_tokens, stored) != is_folded
+
+
 def test_positions_that_the_encoder_does_not_compute_are_refused(tmp_path: Path):
     fixed = vit_tiny(**SMALL, positions="sincos")
     learned = vit_tiny(**SMALL, positions="learned").state_dict()
@@ -80,5 +91,8 @@ def test_positions_that_the_encoder_does_not_compute_are_refused(tmp_path: Path)
     registers = vit_tiny(**SMALL, positions="learned", registers=2).state_dict()
     registers["encoder.pos_embedding"] = torch.rand(1, 7, 32)
     torch.save(registers, tmp_path / "registers.pt")
-    with pytest.raises(InputError, match=r"; set encoder.registers to the number of register tokens of the weights$"):
-        load_pretrained(vit_tiny(**SMALL, positions="learned"), str(tmp_path / "registers.pt"))
+    for pool in ("token", "mean"):
+        remedy = "set encoder.registers to the number of register tokens of the weights$"
+        remedy = remedy if pool == "token" else f"set encoder.pool=token and {remedy}"
+        with pytest.raises(InputError, match=f"; {remedy}"):
+            load_pretrained(vit_tiny(**SMALL, positions="learned", pool=pool), str(tmp_path / "registers.pt"))
