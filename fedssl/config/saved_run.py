@@ -5,6 +5,7 @@ interpolations, paths, clusters) are accepted only if the user's own overrides r
 """
 
 import logging
+import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -85,7 +86,7 @@ def warn_unless_finished(encoder: Path) -> None:
     if not (folder / "metrics.jsonl").is_file() or not encoder.name.startswith("encoder"):
         return
     with suppress(InputError):  # a damaged summary counts as missing
-        if '\n  "status": "finished",' in (read_text(folder / "summary.json") or ""):
+        if re.search(r'"status": *"finished"', read_text(folder / "summary.json") or ""):
             return
     log_once(
         logging.WARNING,

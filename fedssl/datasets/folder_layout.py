@@ -87,7 +87,7 @@ def list_split(source: Source, query: Query) -> SequenceIndex:
         others = [*parts, *(["test (a share of it)"] if train and not held_out else [])]
         remedy = "name one of them in dataset.splits, or set dataset.split_folders="
         remedy += "false if they are no splits" if names else "true if its subfolders are splits"
-        if len(names) == 1:
+        if len(names) == 1 and not train:
             remedy = "set dataset.split_folders=false, with which dataset.test_fraction of the images are the test"
         raise InputError(f"{below} has no split {split!r}, only {shortened(others)}; {remedy}")
     if test_fraction and not held_out:

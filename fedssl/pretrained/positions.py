@@ -10,6 +10,7 @@ from fedssl.encoders.tokens import interpolate_positions, sincos_position_embedd
 
 LEARNED = "encoder.pos_embedding"  # of this project's vision transformers
 POSITIONS = ("pos_embed", LEARNED)  # names of position embeddings: timm's, and torchvision's
+_HALF = 2**-8  # largest error of fixed positions, which are at most 1, in bfloat16
 
 
 def adapt_positions(positions: Tensor, *, side: int, prefix: int) -> Tensor | None:
@@ -75,12 +76,13 @@ def has_fixed_positions(tensor: Tensor, encoder: Encoder) -> bool:
 
     if not isinstance(encoder, ViTEncoder) or tensor.ndim != 3 or tensor.shape[2] != encoder.feature_dim:
         return False
-    before = encoder.num_prefix_tokens
-    if not _is_square(tensor.shape[1] - before):
-        return False
-    fixed = sincos_position_embedding(math.isqrt(tensor.shape[1] - before), encoder.feature_dim)
-    expected = torch.cat((fixed.new_zeros(before, encoder.feature_dim), fixed))[None]
-    return tensor.shape == expected.shape and torch.allclose(tensor.float(), expected, atol=1e-3)
+    for before in {encoder.num_prefix_tokens, 0, 1}:  # of a source with another class token
+        if _is_square(tensor.shape[1] - before):
+            fixed = sincos_position_embedding(math.isqrt(tensor.shape[1] - before), encoder.feature_dim)
+            expected = torch.cat((fixed.new_zeros(before, encoder.feature_dim), fixed))[None]
+            if tensor.shape == expected.shape and torch.allclose(tensor.float(), expected, atol=_HALF):
+                return True
+    return False
 
 
 def patches_per_side(encoder: Encoder) -> int | None:

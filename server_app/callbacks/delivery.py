@@ -7,7 +7,7 @@ from pathlib import Path
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fedssl.config.overrides import quote_value
+from fedssl.config.saved_run import resume_command
 from fedssl.config.settings import EngineSettings
 from fedssl.errors import InputError
 from fedssl.fleet.certificates import load_signing_certificate, load_signing_key, sign
@@ -95,7 +95,7 @@ class Delivery(Callback):
         if received == len(messages):
             log.info("%s", found)
         else:
-            log.warning("%s; when the run has ended, resume=%s sends it again", found, quote_value(str(self._folder)))
+            log.warning("%s; to send it again when the run has ended: %s", found, resume_command(self._folder))
         average = mean_quality(qualities)
         if average is not None:
             values = ", ".join(f"{metric} {value:.3g}" for metric, value in average.items())

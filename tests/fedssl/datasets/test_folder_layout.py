@@ -178,8 +178,10 @@ def test_an_unknown_split_is_refused_with_those_that_exist(tmp_path: Path) -> No
     only_test = touch(tmp_path / "only", "test/a/1.png", "test/b/1.png")
     with pytest.raises(InputError, match=r"no split 'train', only test; set dataset\.split_folders=false, with which"):
         list_split("train", only_test)
-    with pytest.raises(InputError, match=r"no split 'val', only Test, Train; name one of them"):
-        list_split("val", touch(tmp_path / "both", "Train/a/1.png", "Test/a/1.png"))
+    for names, found in ((("Train", "Test"), "Test, Train"), (("Train",), r"Train, test \(a share of it\)")):
+        folder = touch(tmp_path / "-".join(names), *(f"{name}/{label}/1.png" for name in names for label in "ab"))
+        with pytest.raises(InputError, match=f"no split 'val', only {found}; name one of them in dataset.splits"):
+            list_split("val", folder, test_fraction=0.2)
     assert classes_of(only_test, split_folders=False) == [("a", "b"), None]
     with pytest.raises(InputError, match=r"split_folders=true but .* has no folders of splits"):
         list_split("train", touch(tmp_path / "loose", "1.png"), split_folders=True)

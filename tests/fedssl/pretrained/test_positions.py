@@ -96,3 +96,12 @@ def test_positions_that_the_encoder_does_not_compute_are_refused(tmp_path: Path)
         remedy = remedy if pool == "token" else f"set encoder.pool=token and {remedy}"
         with pytest.raises(InputError, match=f"; {remedy}"):
             load_pretrained(vit_tiny(**SMALL, positions="learned", pool=pool), str(tmp_path / "registers.pt"))
+
+
+def test_fixed_positions_in_half_precision_and_beside_another_class_token(tmp_path: Path):
+    fixed = vit_tiny(**SMALL, positions="sincos")
+    stored = {**fixed.state_dict(), "encoder.pos_embedding": fixed.positions(2)}
+    torch.save({name: value.bfloat16() for name, value in stored.items()}, tmp_path / "half.pt")
+    load_pretrained(vit_tiny(**SMALL, positions="sincos"), str(tmp_path / "half.pt"))
+    with pytest.raises(InputError, match=r"1 are unexpected \(class_token\); set encoder.pool=token$"):
+        load_pretrained(vit_tiny(**SMALL, positions="sincos", pool="mean"), str(tmp_path / "half.pt"))

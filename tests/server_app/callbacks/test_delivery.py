@@ -4,7 +4,7 @@ import datetime
 import json
 import os
 import re
-import shutil
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -41,21 +41,30 @@ def signing(keys):
     return [f"engine.signing_key={keys}/server.key", f"engine.signing_certificate={keys}/server.crt"]
 
 
+def devices(tmp_path, *configs):
+    """Devices a, b and more with these node configurations."""
+    return Devices(
+        *(
+            context(
+                data_path=tmp_path / "images" / name,
+                client_name=name,
+                state_path=tmp_path / "states" / name,
+                **config,
+            )
+            for name, config in zip("abcd", configs, strict=False)
+        )
+    )
+
+
 def run(tmp_path, overrides, *configs):
     """Run devices with these node configurations, by default two; return the folders of their states."""
     configs = configs or ({}, {})
     names = "abcd"[: len(configs)]
-    made = [
-        context(
-            data_path=write_images(tmp_path / "images" / name, 9, seed=seed),
-            client_name=name,
-            state_path=tmp_path / "states" / name,
-            **configs[seed],
-        )
-        for seed, name in enumerate(names)
-    ]
+    for seed, name in enumerate(names):
+        write_images(tmp_path / "images" / name, 9, seed=seed)
     overrides = ["engine=deployment", "engine.address=10.0.0.1:1", "engine.root_certificates=x", *SMALL, *overrides]
-    run_server_app(Devices(*made), [*overrides, f"num_clients={len(names)}", f"output_dir={tmp_path / 'run'}"])
+    overrides += [f"num_clients={len(names)}", f"output_dir={tmp_path / 'run'}"]
+    run_server_app(devices(tmp_path, *configs), overrides)
     return [tmp_path / "states" / name for name in names]
 
 
@@ -121,15 +130,14 @@ def test_a_device_with_an_authority_refuses_other_signatures(tmp_path, keys, cap
     reason = "its signature is not from the server of this fleet" if overrides else "it is not signed"
     output = capsys.readouterr().out
     assert f"device b did not store the encoder: the encoder of round 1 is refused: {reason}" in output
-    assert "1 of 2 devices received the encoder of round 1; when the run has ended, resume=" in output
+    assert "1 of 2 devices received the encoder of round 1; to send it again when the run has ended: fedssl " in output
 
 
-def test_resuming_a_finished_run_sends_an_encoder_again(tmp_path, keys, capsys):
-    configs = ({}, {"authority": keys / "fleet" / "ca.crt"})
-    run(tmp_path, ["rounds=1"], *configs)
-    (printed,) = re.findall("when the run has ended, (resume=.*) sends it again", capsys.readouterr().out)
-    shutil.rmtree(tmp_path / "images")
-    folders = run(tmp_path, [printed, *signing(keys / "fleet")], *configs)
+def test_the_printed_command_sends_an_encoder_again(tmp_path, keys, capsys):
+    configs = [{}, {"authority": keys / "fleet" / "ca.crt"}]
+    folders = run(tmp_path, ["rounds=1"], *configs)
+    (printed,) = re.findall("to send it again when the run has ended: fedssl (.*)", capsys.readouterr().out)
+    run_server_app(devices(tmp_path, *configs), [*shlex.split(printed), *signing(keys / "fleet")])
     assert [fields["round"] for folder in folders for _, fields in stored_encoders(folder)] == [1, 1]
     assert "2 of 2 devices received the encoder of round 1" in capsys.readouterr().out
 
