@@ -40,6 +40,7 @@ _MAX_SAMPLES = 4  # per pixel of an image with as many pixels as are allowed; of
 logging.getLogger("PIL.TiffImagePlugin").setLevel(logging.CRITICAL)  # it reports what tifffile then reads
 _MAX_BYTES_PER_PIXEL = 8  # in an uncompressed file
 _META_BYTES = 2**16  # of AVIF and HEIC, before the pixels
+_FRAME_BYTES = 38  # of a frame of PNG without its pixels
 
 
 Value = TypeVar("Value")
@@ -109,6 +110,8 @@ class _PillowPages(Pages):
         if image.format == "TIFF":
             return len(self._numbers)
         count = int(image.n_frames) if image.format in SEVERAL else 1
+        if image.format == "PNG":  # which states the number, and may have fewer
+            count = max(1, min(count, _num_bytes(self._stream) // _FRAME_BYTES))
         check_count(count)
         return count
 
@@ -271,6 +274,13 @@ def _open_tiff(stream: IO[bytes], *, max_pixels: int, channels: int) -> Iterator
 def _tiff_pages(stream: IO[bytes], *, max_pixels: int) -> Any:
     require_package("TIFF")
     return import_module("fedssl.datasets.tiff").opened(stream, max_pixels=max_pixels, channels=0)
+
+
+def _num_bytes(stream: IO[bytes]) -> int:
+    position = stream.tell()
+    size = stream.seek(0, SEEK_END)
+    stream.seek(position)
+    return size
 
 
 def _check_depth(stream: IO[bytes]) -> None:

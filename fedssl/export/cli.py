@@ -69,7 +69,7 @@ def run(overrides: Sequence[str]) -> str:
             f"{source.run.folder / 'summary.json'} is missing or damaged: the export has no results of the run"
         )
     lines += [timm_model(source).code(target)] if form == "timm" else []
-    lines += [peft_code(source, target)] if form == "peft" else []
+    lines += [peft_code(source, target)] if form == "peft" and source.build is None else []
     return "\n".join(lines)
 
 

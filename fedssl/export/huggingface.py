@@ -73,7 +73,7 @@ encoder = timm.create_model("hf-hub:USER/NAME", pretrained=True).eval()  # or "l
 features = encoder(transform("FILE")).detach()  # of a file, or a list of files
 ```
 
-timm's own transform has other values."""
+timm's own transform does not read these files as in training."""
 _CONVERT = {1: '.convert("L")', 3: '.convert("RGB")'}  # by channels
 _OURS = """```python
 from fedssl.export import load_encoder

@@ -1,5 +1,6 @@
 """Reading of checkpoint files, which are untrusted: tensors by name, and no code."""
 
+import codecs
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -51,8 +52,9 @@ def read_checkpoint(file: Path) -> Checkpoint:
             f"encoder.weights={file} cannot be read ({reason_of(error)}); set it to another file"
         ) from error
     except Exception as error:  # a damaged or foreign file can raise any exception
+        text = read_start(file, 64).removeprefix(codecs.BOM_UTF8).lstrip()
         for start, problem in _OTHER_FILES.items():
-            if read_start(file, len(start)) == start:
+            if text.startswith(start):
                 raise InputError(f"encoder.weights={file} is {problem}") from error
         raise InputError(
             f"encoder.weights={file} is damaged or has more than tensors and plain values ({reason_of(error)}); store "

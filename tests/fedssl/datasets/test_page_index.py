@@ -2,6 +2,8 @@
 
 import errno
 import shutil
+import struct
+import zlib
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -63,6 +65,19 @@ def test_frames_of_animations_are_images(tmp_path, ending):
     assert torch.allclose(found, torch.tensor([0.0, 100, 200, 0, 100, 200, 100]), atol=2)
     (warning,) = read(tmp_path, "auto", channels=3, folders="none").warnings
     assert warning.startswith("2 of a sample of 3 images have several pages or frames, and only the first is used")
+
+
+def test_frames_that_a_file_cannot_have_are_not_counted(tmp_path):
+    file, frames = tmp_path / "a.png", [Image.fromarray(np.full((8, 8), value, np.uint8)) for value in range(3)]
+    frames[0].save(file, save_all=True, append_images=frames[1:])
+    content = file.read_bytes()
+    start = content.index(b"acTL") + 4
+    stated = b"acTL" + struct.pack(">2I", 50_000, 0)
+    file.write_bytes(content[: start - 4] + stated + struct.pack(">I", zlib.crc32(stated)) + content[start + 12 :])
+    with opened_files.open_pages(file, max_pixels=64, channels=1) as pages:
+        assert pages.count == len(content) // 38
+    found = read(tmp_path, "all", folders="none").images[:]
+    assert found.flatten(1).float().mean(dim=1).tolist() == [0, 1, 2]
 
 
 def test_files_of_one_frame_can_be_bands(tmp_path):

@@ -129,7 +129,7 @@ def test_the_factors_of_lora_are_no_encoder(tmp_path):
         ("text.safetensors", b"no checkpoint", "is damaged or has more than tensors"),
         ("empty.pt", b"", "is damaged or has more than tensors"),
         ("lfs.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "git lfs pull$"),
-        ("page.pth", b"<!doctype html><html></html>", "is a web page; download the file again$"),
+        ("page.pth", b"\xef\xbb\xbf\n<!doctype html><html></html>", "is a web page; download the file again$"),
     ],
 )
 def test_files_that_are_not_checkpoints(name, content, message, tmp_path):
