@@ -62,8 +62,16 @@ def _check_text(text: str, name: str) -> None:
         raise ValueError(f"{name} has the text ???, which stands for a missing value")
 
 
+def plain_config(value: Any) -> Any:
+    """Return a config, whose nodes are slow to read one by one, as dictionaries and lists; another value itself."""
+    if not OmegaConf.is_config(value):
+        return value
+    return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+
+
 def flatten(node: Mapping[Any, Any], prefix: str = "", *, inner: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield dotted keys and values; with ``inner`` also those of nested nodes."""
+    node = plain_config(node)
     for key in node:
         value, name = node[key], prefix + str(key)
         if isinstance(value, Mapping):
@@ -71,7 +79,7 @@ def flatten(node: Mapping[Any, Any], prefix: str = "", *, inner: bool = False) -
                 yield name, value
             yield from flatten(value, f"{name}.", inner=inner)
         else:
-            yield name, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+            yield name, plain_config(value)
 
 
 def whole_numbers(value: Any) -> Any:

@@ -27,7 +27,7 @@ from fedssl.config.targets import SEARCHPATH_KEY, add_import_path, check_targets
 from fedssl.config.validation import check_types, validate_config
 from fedssl.errors import InputError
 from fedssl.machine.process import default_threads
-from fedssl.plain_values import flatten, plain_values
+from fedssl.plain_values import flatten, plain_config, plain_values
 
 # Settings and groups that a resumed run may change. They do not change results, except `RESULT_KEYS`.
 RESUMABLE_KEYS = {
@@ -59,7 +59,7 @@ def resolve_config(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]
     check_types(config, defaults)
     validate_config(config)
     add_import_path(search_folders(overrides))
-    check_targets(config)
+    check_targets(plain_config(config))
     if config.plan:
         raise InputError("plan=true is for the command fedssl, which then runs nothing; leave it out here")
     with open_dict(config):

@@ -10,7 +10,7 @@ from fedssl.config.constraint import as_yaml
 from fedssl.config.constraints import constraints_in
 from fedssl.config.targets import installed_targets
 from fedssl.errors import InputError
-from fedssl.plain_values import flatten
+from fedssl.plain_values import flatten, plain_config
 
 # Groups that are off by default: a key that ``none`` also has, the choice that uses it, and a key only of that choice.
 _GROUP_REQUIREMENTS = {
@@ -69,8 +69,8 @@ def _check_clients(config: DictConfig) -> None:
 
 def check_types(config: DictConfig, defaults: Mapping[str, Any]) -> None:
     """Raise `InputError` if a value violates the constraint of its setting, or lacks the type of its default."""
-    constrained = check_constraints(config, defaults)
-    values = dict(flatten(config))
+    plain = plain_config(config)
+    constrained, values = check_constraints(plain, defaults), dict(flatten(plain))
     parents = {name[:place] for name in values for place, character in enumerate(name) if character == "."}
     for key, default in defaults.items():
         if key in values and key not in constrained:  # an override may delete a key: ~key
@@ -90,18 +90,17 @@ def check_types(config: DictConfig, defaults: Mapping[str, Any]) -> None:
             )
 
 
-def check_constraints(config: DictConfig, defaults: Mapping[str, Any]) -> set[str]:
-    """Raise `InputError` if a value violates the constraint of its setting; return the keys that have one."""
+def check_constraints(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> set[str]:
+    """Raise `InputError` if a plain value violates the constraint of its setting; return the keys that have one."""
     constrained = set()
-    found = constraints_in(config, installed=installed_targets())
+    found = constraints_in(settings, installed=installed_targets())
     # An augmentation has the size and the statistics of the data set, which is reported.
     for key, value, constraint in sorted(found, key=lambda each: each[0].startswith("augmentation.")):
-        plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-        if plain == "None" and constraint.optional and constraint.is_text:
+        if value == "None" and constraint.optional and constraint.is_text:
             raise InputError(f"{key}=None is text; write {key}=null for no value")
-        if not constraint.allows(plain):
+        if not constraint.allows(value):
             default = f"; the default is {as_yaml(defaults[key])}" if key in defaults else ""
-            raise InputError(f"{key}={as_yaml(plain)} must be {constraint.describe(plain)}{default}")
+            raise InputError(f"{key}={as_yaml(value)} must be {constraint.describe(value)}{default}")
         constrained.add(key)
     return constrained
 
