@@ -27,7 +27,7 @@ KINDS = {
     "several models": ["strategy=clustered", "strategy.num_images=16"],
     "all updates at once": ["strategy=median", "aggregation.max_norm_ratio=10"],
 }
-# Memory is measured at one of so many damages, because it takes three times as long.
+# Measure the memory of every n-th damage, because tracing takes three times as long.
 TRACED = {"control variates": 5, "products of LoRA": 1}
 NUMBERS = (-1, 2**63 - 1, 1.5, 1e308, math.nan, math.inf, [], [1], [0.5] * 1000)
 VALUES = (*NUMBERS, "x", "\x1b[2J\n" * 1000, b"x", True, 2**64 - 1, ["x"] * 1000)

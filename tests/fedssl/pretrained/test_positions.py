@@ -71,7 +71,7 @@ def test_positions_of_registers_are_added_to_them(tmp_path: Path):
 
 
 def test_positions_of_patches_alone_are_not_those_of_registers(tmp_path: Path):
-    """Of 9 positions, those of 3 x 3 patches and those of a class token, 4 registers and 2 x 2 patches."""
+    """Nine positions are those of 3 x 3 patches, or of a class token, 4 registers and 2 x 2 patches."""
     for size, is_folded in ((8, True), (16, False)):
         ours = vit_tiny(**{**SMALL, "size": size}, positions="learned", registers=4)
         theirs = {**ours.state_dict(), "encoder.pos_embedding": torch.rand(1, 9, 32)}
